@@ -1,0 +1,159 @@
+"""How a rank leaves: ``destroy_process_group``, or the end of the process.
+
+A rank whose training did not end at a meeting point may still be needed as a
+shadow by ranks with more batches. It leaves with the others, but only when it
+ends well: a rank that leaves because of an error says nothing, and its peers
+fail as they do without ddpfix.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+
+from ._vote import Rendezvous
+
+if TYPE_CHECKING:
+    from ._patches import Places
+
+logger = logging.getLogger("ddpfix")
+
+_generations: Dict[Tuple[int, ...], int] = {}
+
+
+class Departure:
+    """The leaving of one process group, with word of it in the group's store.
+
+    Arguments:
+        rendezvous: the meeting to leave.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        ranks = tuple(dist.get_process_group_ranks(rendezvous.group))
+        # torchrun keeps one store over destroy_process_group and a new
+        # init_process_group; each gets keys of its own.
+        generation = _generations[ranks] = _generations.get(ranks, 0) + 1
+        self._key = f"ddpfix/{'-'.join(map(str, ranks))}/{generation}/left/"
+        self._left = False
+        self._store: Optional[Any] = None
+        try:
+            # Private, since 1.x. Without it a rank that waits in vain waits for its patience.
+            self._store = dist.distributed_c10d._get_default_store()
+        except Exception:
+            logger.debug("no store to announce leaving in", exc_info=True)
+
+    def leave(self) -> None:
+        """Shadow the others until they leave, where they may need this rank; tell that it has left."""
+        if self._left:
+            return
+        self._left = True
+        rendezvous = self._rendezvous
+        if rendezvous.live and (rendezvous.open or rendezvous.peer_is_leaving):
+            rendezvous.leave(patience_of(rendezvous.group, rendezvous.device), self._others_left)
+        try:
+            if self._store is not None:
+                self._store.set(f"{self._key}{rendezvous.rank}", "1")
+        except Exception:  # the store went with the rank that hosted it
+            logger.debug("could not announce leaving", exc_info=True)
+
+    def _others_left(self) -> bool:
+        if self._store is None:
+            return False
+        others = [
+            f"{self._key}{rank}"
+            for rank in range(self._rendezvous.world_size)
+            if rank != self._rendezvous.rank
+        ]
+        try:
+            return bool(self._store.check(others))
+        except Exception:
+            return True  # its host has gone
+
+
+def patience_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds to wait for others at the end: half of the process group's timeout."""
+    try:
+        # Backend.Options._timeout; the backend has ``options`` since torch 2.0.
+        timeout = group._get_backend(device).options._timeout
+        assert isinstance(timeout, timedelta)
+        return timeout.total_seconds() / 2
+    except Exception:
+        return 300.0
+
+
+class AtExit:
+    """Calls ``leave`` when this process ends without an error.
+
+    Arguments:
+        leave: called once at the most.
+    """
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._pid = 0
+        self._finalizer: Optional[Any] = None
+        self._exit_status: object = None
+
+    def arm(self) -> None:
+        """Be called when this process ends. Armed late, so that it runs before torch's own clean-up."""
+        if self._pid == os.getpid():
+            return
+        self._pid = os.getpid()
+        atexit.register(self._ended)
+        if multiprocessing.parent_process() is not None:
+            # Children of multiprocessing (mp.spawn) end in os._exit or after
+            # _exit_function(); the latter runs finalizers with a priority, in a
+            # ``finally`` where an exception in flight is visible.
+            self._finalizer = multiprocessing.util.Finalize(None, self._ended, exitpriority=1000)
+
+    def disarm(self) -> None:
+        """Do nothing when this process ends."""
+        atexit.unregister(self._ended)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        self._pid = 0
+
+    def goes_on(self) -> None:
+        """The script trains: an exit seen earlier was caught by it."""
+        self._exit_status = None
+
+    def _ended(self) -> None:
+        if self._pid != os.getpid():
+            return
+        self._pid = 0
+        if not in_error() and self._exit_status in (None, 0, False):
+            self._leave()
+
+    def install(self, places: Places) -> None:
+        """Place the recorder of ``sys.exit``: an exit handler cannot see the exit status."""
+
+        def around(original: Any) -> Any:
+            @functools.wraps(original, updated=())
+            def exit(status: object = None) -> None:
+                self._exit_status = status
+                original(status)
+
+            return exit
+
+        places.wrap("sys", "exit", around)
+
+
+def in_error() -> bool:
+    """Whether an error is in flight, or has ended the script."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit) and error.code in (None, 0, False):
+        error = None
+    # Set by the interpreter when it prints an exception nobody caught
+    # (last_exc from Python 3.12 on).
+    return error is not None or getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None

@@ -1,0 +1,395 @@
+"""When a training loop has ended: the rules, and the DataLoader hooks that feed them.
+
+``StopIteration`` from a DataLoader is a hint, not a proof. A plain ``for`` that
+it ends is over for good; a prefetching wrapper, a restarting ``next()`` or
+``itertools.cycle`` goes on training afterwards. This module tells the two apart
+by looking at who asked for the batch. It knows nothing of process groups: it is
+told when a step was trained (:meth:`Loops.trained`) and tells when a loop has
+ended (``on_end``). In doubt a loop has not ended; nothing is lost then, because
+ranks meet at their next collective anyway.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import itertools
+import logging
+import sys
+import threading
+import types
+import weakref
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+
+if TYPE_CHECKING:
+    from ._patches import Places
+
+logger = logging.getLogger("ddpfix")
+
+_FOR_ITER = dis.opmap["FOR_ITER"]
+_GET_ITER = dis.opmap["GET_ITER"]
+# ``yield from`` delegates with YIELD_FROM up to Python 3.10, with SEND from 3.11 on.
+_DELEGATE = {dis.opmap[name] for name in ("SEND", "YIELD_FROM") if name in dis.opmap}
+_YIELD = {dis.opmap[name] for name in ("YIELD_VALUE", "YIELD_FROM", "SEND") if name in dis.opmap}
+_JUMPS = set(dis.hasjrel) | set(dis.hasjabs)
+_NEVER_FALLS_THROUGH = {
+    dis.opmap[name]
+    for name in (
+        "JUMP_FORWARD",
+        "JUMP_ABSOLUTE",
+        "JUMP_BACKWARD",
+        "JUMP_BACKWARD_NO_INTERRUPT",
+        "RETURN_VALUE",
+        "RETURN_CONST",
+        "RAISE_VARARGS",
+        "RERAISE",
+    )
+    if name in dis.opmap
+}
+
+# Iterators written in C stand between a loader and a ``for`` without a frame of
+# their own. These end with the iterator they read from; every other one
+# (cycle, chain, zip_longest, ...) may go on.
+_ENDS_WITH_ITS_SOURCE = (
+    enumerate,
+    zip,
+    map,
+    filter,
+    itertools.islice,
+    itertools.starmap,
+    itertools.takewhile,
+)
+_GOES_ON = (
+    itertools.chain,
+    itertools.cycle,
+    itertools.zip_longest,
+    type(itertools.tee(())[0]),
+)
+
+
+class ForStatement(NamedTuple):
+    """A running ``for`` statement: the frame it runs in and where its body lies."""
+
+    frame: types.FrameType
+    start: int  # offset of its FOR_ITER
+    end: int  # offset where execution goes on after the loop
+
+
+class _Instructions:
+    """The control flow of one code object, decoded once."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        listing = list(dis.get_instructions(code))
+        self.opcode: Dict[int, int] = {i.offset: i.opcode for i in listing}
+        self.target: Dict[int, int] = {
+            i.offset: i.argval for i in listing if i.opcode in _JUMPS and isinstance(i.argval, int)
+        }
+        offsets = [i.offset for i in listing]
+        self.following: Dict[int, int] = dict(zip(offsets, offsets[1:]))
+
+    def yields_from_here(self, offset: int) -> bool:
+        """Whether a ``yield`` can be reached from ``offset``."""
+        pending, seen = [offset], set()
+        while pending:
+            at = pending.pop()
+            if at in seen or at not in self.opcode:
+                continue
+            seen.add(at)
+            opcode = self.opcode[at]
+            if opcode in _YIELD:
+                return True
+            if at in self.target:
+                pending.append(self.target[at])
+            if opcode not in _NEVER_FALLS_THROUGH and at in self.following:
+                pending.append(self.following[at])
+        return False
+
+
+# Bounded: a script has few loops, but code objects made at run time (exec,
+# notebooks) must not pile up over a long job.
+_instructions = functools.lru_cache(maxsize=256)(_Instructions)
+
+
+def for_statement(frame: Optional[types.FrameType]) -> Optional[ForStatement]:
+    """Find the plain ``for`` on whose behalf ``frame`` just asked for an item.
+
+    Arguments:
+        frame: the frame that called ``__next__`` of an iterator.
+
+    Returns:
+        The ``for`` statement that is over when that iterator is exhausted, or
+        ``None`` where there is none: an explicit ``next()``, or a generator that
+        can yield again after its own inner loop (``cycle``, a prefetcher that
+        holds a batch back). Generators that only pass items on (``tqdm``,
+        ``log_every``) are looked through.
+    """
+    while frame is not None:
+        code, at = frame.f_code, frame.f_lasti
+        instructions = _instructions(code)
+        opcode = instructions.opcode.get(at)
+        if opcode == _FOR_ITER:
+            after = instructions.target[at]
+        elif opcode in _DELEGATE:
+            after = instructions.following.get(at, -1)
+            after = instructions.target.get(at, after)
+        else:
+            return None
+        if not code.co_flags & (0x20 | 0x200):  # neither generator nor async generator
+            return ForStatement(frame, at, after) if opcode == _FOR_ITER else None
+        if instructions.yields_from_here(after):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _between(iterator: object) -> bool:
+    """Whether only C iterators that end with ``iterator`` stand between it and its ``for``."""
+    pending: List[object] = [iterator]
+    seen: Set[int] = set()
+    while pending:
+        holder = pending.pop()
+        seen.add(id(holder))
+        # The list that get_referrers returns, and ``pending`` itself, refer to
+        # the objects too; neither is an iterator, so they fall out below.
+        for referrer in gc.get_referrers(holder):
+            if id(referrer) in seen:
+                continue
+            if isinstance(referrer, _GOES_ON):
+                return False
+            if isinstance(referrer, _ENDS_WITH_ITS_SOURCE):
+                pending.append(referrer)
+            elif type(referrer) is tuple and any(
+                isinstance(above, (zip, map, itertools.zip_longest, itertools.chain))
+                for above in gc.get_referrers(referrer)
+            ):
+                pending.append(referrer)  # zip and map keep their sources in a tuple
+    return True
+
+
+class _Feed:
+    """What one DataLoader iterator has handed out."""
+
+    __slots__ = ("__weakref__", "created", "handed", "owner", "steps_then", "trained", "where")
+
+    def __init__(self) -> None:
+        self.created: Optional[Tuple[types.CodeType, int, bool]] = None
+        self.owner: Optional[weakref.ref[Any]] = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.handed = 0
+        self.steps_then = 0  # Loops.steps when the last batch was handed out
+        self.trained = False  # a step was trained on one of its batches
+        # The loop it feeds, without keeping the frame alive.
+        self.where: Optional[Tuple[int, types.CodeType, int, int]] = None
+
+
+class Loops:
+    """The training loops of this process.
+
+    Arguments:
+        on_end: called, on the training thread, when a plain ``for`` over a
+            DataLoader that fed training steps has ended.
+        expects_training: whether an empty loader may be a training loader: asked
+            only when a plain ``for`` got no batch at all.
+    """
+
+    def __init__(self, on_end: Callable[[], None], expects_training: Callable[[], bool]) -> None:
+        self.steps = 0
+        self.inside = False
+        self._on_end = on_end
+        self._expects_training = expects_training
+        self._thread: Optional[int] = None
+        self._feeds: weakref.WeakSet[_Feed] = weakref.WeakSet()
+        self._training_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._verdicts: Dict[Tuple[Any, ...], bool] = {}
+
+    def trained(self) -> None:
+        """A DDP model of this rank has begun to receive gradients: one step was trained."""
+        self.steps += 1
+        self.inside = True
+
+    def runs_here(self) -> None:
+        """Take the calling thread for the one that trains."""
+        self._thread = threading.get_ident()
+
+    @property
+    def on_training_thread(self) -> bool:
+        return self._thread is None or self._thread == threading.get_ident()
+
+    # -- called by the wrappers around the DataLoader ------------------------------
+
+    def began(self, loader: Any, iterator: Any, frame: types.FrameType) -> None:
+        """``iter(loader)`` was evaluated in ``frame`` and gave ``iterator``."""
+        feed = _feed_of(iterator)
+        feed.reset()
+        opcode = _instructions(frame.f_code).opcode.get(frame.f_lasti)
+        feed.created = (frame.f_code, frame.f_lasti, opcode == _GET_ITER)
+        feed.owner = weakref.ref(loader)
+
+    def handed(self, iterator: Any, frame: types.FrameType) -> None:
+        """``iterator`` has handed a batch to the code running in ``frame``."""
+        feed = _feed_of(iterator)
+        if feed.handed and self.steps > feed.steps_then:
+            self._note_training(feed)
+        if not feed.handed:
+            self._feeds.add(feed)
+            statement = for_statement(_asker(frame, iterator))
+            if statement is not None:
+                feed.where = (
+                    id(statement.frame),
+                    statement.frame.f_code,
+                    statement.start,
+                    statement.end,
+                )
+        feed.handed += 1
+        feed.steps_then = self.steps
+        owner = feed.owner() if feed.owner is not None else None
+        if feed.trained or (owner is not None and owner in self._training_loaders):
+            self.inside = True
+
+    def exhausted(self, iterator: Any, frame: types.FrameType) -> bool:
+        """``iterator`` had nothing left for the code running in ``frame``: has a training loop ended?"""
+        feed = _feed_of(iterator)
+        handed, trained_on_last = feed.handed, self.steps > feed.steps_then
+        if handed and trained_on_last:
+            self._note_training(feed)
+        owner = feed.owner() if feed.owner is not None else None
+        fed_training = feed.trained
+        created = feed.created
+        feed.reset()
+        if threading.get_ident() != self._thread:
+            return False  # no model was built yet, or a prefetch thread reads ahead
+        if handed:
+            # Not trained on its last batch: that batch is still to come (look-ahead).
+            if not (fed_training and trained_on_last):
+                return False
+        elif not (owner is not None and owner in self._training_loaders) and not self._expects_training():
+            return False
+        statement = for_statement(_asker(frame, iterator))
+        if statement is None or self._inside_another(statement.frame, feed):
+            return False
+        return self._ends_its_for(iterator, created, statement)
+
+    def ended(self) -> None:
+        """Tell that the loop has ended."""
+        self.inside = False
+        self._on_end()
+
+    # -- the rules -------------------------------------------------------------
+
+    def _note_training(self, feed: _Feed) -> None:
+        feed.trained = True
+        owner = feed.owner() if feed.owner is not None else None
+        if owner is not None:
+            self._training_loaders.add(owner)
+
+    def _inside_another(self, frame: Optional[types.FrameType], feed: _Feed) -> bool:
+        """Whether the loop stands in the body of another training loop that still iterates."""
+        outer = [
+            other.where
+            for other in list(self._feeds)
+            if other is not feed
+            and other.where is not None
+            and (other.trained or self.steps > other.steps_then)
+        ]
+        while outer and frame is not None:
+            for ident, code, start, end in outer:
+                if id(frame) == ident and frame.f_code is code and start < frame.f_lasti < end:
+                    return True
+            frame = frame.f_back
+        return False
+
+    def _ends_its_for(
+        self,
+        iterator: Any,
+        created: Optional[Tuple[types.CodeType, int, bool]],
+        statement: ForStatement,
+    ) -> bool:
+        if created is not None and created[2]:
+            return True  # ``for batch in loader``: nothing can stand between
+        # ``for i, batch in enumerate(loader)``: whatever took the iterator is
+        # written at that place in the script, so it is looked up once a place
+        # (a walk over the heap: about 10 ms).
+        key = (created and created[:2], statement.frame.f_code, statement.start)
+        if key not in self._verdicts:
+            if len(self._verdicts) > 256:
+                self._verdicts.clear()
+            self._verdicts[key] = _between(iterator)
+        return self._verdicts[key]
+
+
+def _guarded(rule: Callable[..., Any], *arguments: Any) -> Any:
+    """Apply a rule; one that fails (bytecode of a Python to come) says "not ended", never more."""
+    try:
+        return rule(*arguments)
+    except Exception:
+        logger.debug("loop rule %s failed; the loop counts as not ended", rule.__name__, exc_info=True)
+        return None
+
+
+def _feed_of(iterator: Any) -> _Feed:
+    feed: Optional[_Feed] = iterator.__dict__.get("_ddpfix_feed")
+    if feed is None:
+        feed = iterator.__dict__["_ddpfix_feed"] = _Feed()
+    return feed
+
+
+def _asker(frame: Optional[types.FrameType], iterator: object) -> Optional[types.FrameType]:
+    """The frame that asked, past overriding ``__next__`` methods of the same iterator."""
+    # torchdata 0.11's _StatefulBaseDataLoaderIter.__next__ calls super().__next__().
+    while frame is not None and frame.f_code.co_name == "__next__":
+        if frame.f_locals.get("self") is not iterator:
+            break
+        frame = frame.f_back
+    return frame
+
+
+def install(places: Places, loops: Callable[[], Optional[Loops]]) -> None:
+    """Place the hooks on torch's DataLoader (``torch.utils.data.dataloader``, torch 2.1 to 2.15).
+
+    Arguments:
+        places: where to record what is placed.
+        loops: gives the loops to tell, or ``None`` while nobody listens.
+    """
+
+    def around_next(original: Any) -> Any:
+        @functools.wraps(original, updated=())
+        def __next__(self: Any) -> Any:
+            listening = loops()
+            if listening is None:
+                return original(self)
+            frame = sys._getframe(1)
+            try:
+                batch = original(self)
+            except StopIteration:
+                if _guarded(listening.exhausted, self, frame):
+                    listening.ended()
+                raise
+            _guarded(listening.handed, self, frame)
+            return batch
+
+        return __next__
+
+    places.wrap("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", around_next)
+    install_iter(places, loops, "torch.utils.data.dataloader", "DataLoader")
+
+
+def install_iter(
+    places: Places, loops: Callable[[], Optional[Loops]], module: str, loader_class: str
+) -> None:
+    """Place the hook on ``iter(loader)`` of one DataLoader class that defines its own."""
+
+    def around_iter(original: Any) -> Any:
+        @functools.wraps(original, updated=())
+        def __iter__(self: Any) -> Any:
+            iterator = original(self)
+            listening = loops()
+            if listening is not None and hasattr(iterator, "__dict__"):
+                _guarded(listening.began, self, iterator, sys._getframe(1))
+            return iterator
+
+        return __iter__
+
+    places.wrap(module, f"{loader_class}.__iter__", around_iter)
