@@ -134,7 +134,7 @@ def facts_of(group: Any, device_ids: Any = None) -> Facts:
     # into one of NCCL from 2.7.1 on.
     nccl_on_cuda_only = {device.type for device in group._device_types} == {"cuda"} and type(backend).__name__ in (_LEGACY, *_NCCL2)
     gates = Facts(nccl_on_cuda_only=nccl_on_cuda_only, nccl2=type(backend).__name__ in _NCCL2, cuda_initialized=True)
-    if not nccl_on_cuda_only or gates.nccl2 or _has_communicator(group, backend):
+    if not nccl_on_cuda_only or _has_communicator(group, backend):
         return gates
     return _with_position(gates._replace(used=False, bound=_bound(group)), c10d.get_rank())
 
@@ -202,14 +202,23 @@ def _contexts(device_count: int) -> Optional[frozenset[int]]:
 
 
 # Per thread, as the current device itself is. The thread with which a DataLoader pins memory makes current whatever was current where
-# its iterator was made, so that GPU 0 would look chosen on ranks that never chose. With the process id, for a forked child must not
-# take over what its parent chose.
+# its iterator was made, so that GPU 0 would look chosen on ranks that never chose.
 _chosen = threading.local()
 
 
+def _forget() -> None:
+    global _chosen
+    _chosen = threading.local()
+
+
+# A forked child has not chosen what its parent chose.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
 def _chosen_here() -> Optional[int]:
-    pid, index = getattr(_chosen, "record", (None, None))
-    return index if pid == os.getpid() else None
+    index: Optional[int] = getattr(_chosen, "index", None)
+    return index
 
 
 def _record(device: Any) -> None:
@@ -219,11 +228,10 @@ def _record(device: Any) -> None:
         device = device.index if device.type == "cuda" else None
     elif isinstance(device, torch.cuda.device):
         device = device.idx
-    # torch ignores a negative index. What is none of these forms is not understood here, and then nothing is known.
     if not isinstance(device, int):
-        _chosen.record = (None, None)
-    elif device >= 0:
-        _chosen.record = (os.getpid(), device)
+        _chosen.index = None  # torch understands it and this function does not
+    elif device >= 0:  # torch does nothing for a negative one
+        _chosen.index = device
 
 
 def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,6 +351,6 @@ def install(places: Places) -> None:
 
 def uninstall() -> None:
     """Forgets what was recorded: what the script chooses from now on is not seen."""
-    global _placed, _chosen
+    global _placed
     _placed = False
-    _chosen = threading.local()
+    _forget()

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.utils import _sync_module_states  # parameters and buffers, as DDP's constructor
 
 from ._shadow import Shadow
-from ._vote import inner
+from ._vote import all_reduce_min, inner
 
 _BUCKET_BYTES = 250 * 1024 * 1024  # DistributedDataParallel.broadcast_bucket_size
 
@@ -52,9 +52,9 @@ scalers = Tracked()
 
 
 class _Slot(NamedTuple):
-    """Stands for a tensor in a pickled state: where it is among those broadcast, and what it is."""
+    """Stands for a tensor in a pickled state: where it is among those that travel, and what it is."""
 
-    index: int
+    number: int
     shape: Tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
@@ -101,9 +101,7 @@ def _still_there(group: dist.ProcessGroup, shadows: Sequence[Shadow]) -> List[Sh
         for flag in (int(shadow.get() is not None), int(not shadow.missed_first_iteration))
     ]
     flags = torch.tensor(there, dtype=torch.int64, device=_device_of_votes(group, shadows[0].device))
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MIN
-    group.allreduce([flags], options).wait()
+    all_reduce_min(group, flags).wait()
     kept = []
     for shadow, alive, nobody_missed in zip(shadows, flags.tolist()[::2], flags.tolist()[1::2]):
         if alive:
@@ -127,7 +125,7 @@ def _device_of_votes(group: dist.ProcessGroup, device: torch.device) -> torch.de
 
 
 def _copy_training_state(
-    group: dist.ProcessGroup, source: int, parameters: set, device: torch.device, on_device_only: bool
+    group: dist.ProcessGroup, source: int, parameters: Set[int], device: torch.device, on_device_only: bool
 ) -> None:
     mine = [
         optimizer
@@ -213,7 +211,7 @@ def _pack(value: Any, tensors: List[torch.Tensor]) -> Any:
 def _unpack(value: Any, present: Any, tensors: List[torch.Tensor]) -> Any:
     """Put tensors back in place of slots, into the tensor that is there where it fits."""
     if isinstance(value, _Slot):
-        tensor = tensors[value.index]
+        tensor = tensors[value.number]
         if (
             isinstance(present, torch.Tensor)
             and present.shape == tensor.shape

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 import torch.distributed as dist
@@ -82,14 +82,21 @@ class _State:
         self.loops = Loops(self._loop_ended, self._expects_training)
         self.at_exit = AtExit(self.leave_all)
 
-    def _loop_ended(self) -> None:
+    def _loop_ended(self, trained: Set[Rendezvous]) -> None:
+        # In the order in which all ranks have made them; not on the process groups of
+        # other models: their ranks may be training, and this rank with them soon.
         for rendezvous, _ in self.live_meetings():
-            rendezvous.loop_end()
+            if rendezvous in trained:
+                rendezvous.loop_end()
 
-    def _expects_training(self) -> bool:
-        return torch.is_grad_enabled() and any(
-            ddp.training and rendezvous.live for ddp, (_, rendezvous) in list(self.models.items())
-        )
+    def _expects_training(self) -> Set[Rendezvous]:
+        if not torch.is_grad_enabled():
+            return set()
+        return {
+            rendezvous
+            for ddp, (_, rendezvous) in list(self.models.items())
+            if ddp.training and rendezvous.live
+        }
 
     def live_meetings(self) -> List[Tuple[Rendezvous, Departure]]:
         if self.pid != os.getpid():
@@ -151,14 +158,14 @@ def _first_gradient(shadow: Shadow, synchronised: bool) -> None:
     """A backward of this rank reaches the parameters of a model."""
     if _state.pid != os.getpid():
         return
-    _state.loops.trained()
-    _state.at_exit.goes_on()
     ddp = shadow.get()
     entry = _state.models.get(ddp) if ddp is not None else None
-    if not synchronised or entry is None or ddp is None:
+    if entry is None or ddp is None:
         return
     rendezvous = entry[1]
-    if not rendezvous.live or ddp._join_config.enable:
+    _state.loops.trained(rendezvous)
+    _state.at_exit.goes_on()
+    if not synchronised or not rendezvous.live or ddp._join_config.enable:
         return
     if shadow.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         rendezvous.dissolve("a CUDA graph captures the step; its replay cannot vote", logging.WARNING)
@@ -329,7 +336,8 @@ def _meet(group: Any, frame: Any, shadowable: bool, only: bool = False) -> None:
             if not members.issuperset(dist.get_process_group_ranks(rendezvous.group)):
                 continue
         can_shadow = shadowable and group is rendezvous.group
-        rendezvous.collective(Collective(call_site(frame), can_shadow))
+        in_loop = _state.loops.calls_from_inside(frame)
+        rendezvous.collective(Collective(call_site(frame), can_shadow, in_loop))
 
 
 def _in_backward() -> bool:
@@ -395,7 +403,7 @@ def _install_on_collectives(places: Places) -> None:
 
 def _install_on_join(places: Places) -> None:
     module = sys.modules["torch.distributed.algorithms.join"]
-    disabled = module._JoinConfig.construct_disabled_join_config  # type: ignore[attr-defined]
+    disabled = module._JoinConfig.construct_disabled_join_config
 
     def meetings_of(join: Any) -> List[Rendezvous]:
         found = []

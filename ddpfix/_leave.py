@@ -59,7 +59,7 @@ class Departure:
             return
         self._left = True
         rendezvous = self._rendezvous
-        if rendezvous.live and (rendezvous.open or rendezvous.peer_is_leaving):
+        if rendezvous.live and (rendezvous.open or rendezvous.leaves_together):
             rendezvous.leave(patience_of(rendezvous.group, rendezvous.device), self._others_left)
         try:
             if self._store is not None:

@@ -4,8 +4,8 @@
 it ends is over for good; a prefetching wrapper, a restarting ``next()`` or
 ``itertools.cycle`` goes on training afterwards. This module tells the two apart
 by looking at who asked for the batch. It knows nothing of process groups: it is
-told when a step was trained (:meth:`Loops.trained`) and tells when a loop has
-ended (``on_end``). In doubt a loop has not ended; nothing is lost then, because
+told when a step of something was trained (:meth:`Loops.trained`) and tells when
+a loop that trained it has ended (``on_end``). In doubt a loop has not ended; nothing is lost then, because
 ranks meet at their next collective anyway.
 """
 
@@ -60,7 +60,7 @@ _ENDS_WITH_ITS_SOURCE = (
     itertools.starmap,
     itertools.takewhile,
 )
-_GOES_ON = (
+_GOES_ON: Tuple[type, ...] = (
     itertools.chain,
     itertools.cycle,
     itertools.zip_longest,
@@ -180,7 +180,7 @@ class _Feed:
     def reset(self) -> None:
         self.handed = 0
         self.steps_then = 0  # Loops.steps when the last batch was handed out
-        self.trained = False  # a step was trained on one of its batches
+        self.trained: Set[Any] = set()  # what was trained on its batches
         # The loop it feeds, without keeping the frame alive.
         self.where: Optional[Tuple[int, types.CodeType, int, int]] = None
 
@@ -190,25 +190,32 @@ class Loops:
 
     Arguments:
         on_end: called, on the training thread, when a plain ``for`` over a
-            DataLoader that fed training steps has ended.
-        expects_training: whether an empty loader may be a training loader: asked
-            only when a plain ``for`` got no batch at all.
+            DataLoader that fed training steps has ended, with what was trained
+            in it (the subjects given to :meth:`trained`).
+        expects_training: what an empty loader may have been meant to train:
+            asked only when a plain ``for`` got no batch at all from a loader
+            that never fed a training step.
     """
 
-    def __init__(self, on_end: Callable[[], None], expects_training: Callable[[], bool]) -> None:
+    def __init__(
+        self, on_end: Callable[[Set[Any]], None], expects_training: Callable[[], Set[Any]]
+    ) -> None:
         self.steps = 0
-        self.inside = False
-        self._on_end = on_end
+        self._knows_loops = False
+        self.on_end = on_end
         self._expects_training = expects_training
         self._thread: Optional[int] = None
         self._feeds: weakref.WeakSet[_Feed] = weakref.WeakSet()
-        self._training_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._last_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._trained_by: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._verdicts: Dict[Tuple[Any, ...], bool] = {}
 
-    def trained(self) -> None:
-        """A DDP model of this rank has begun to receive gradients: one step was trained."""
+    def trained(self, subject: Any) -> None:
+        """One step of ``subject`` was trained."""
         self.steps += 1
-        self.inside = True
+        self._last_step[subject] = self.steps
 
     def runs_here(self) -> None:
         """Take the calling thread for the one that trains."""
@@ -231,12 +238,12 @@ class Loops:
     def handed(self, iterator: Any, frame: types.FrameType) -> None:
         """``iterator`` has handed a batch to the code running in ``frame``."""
         feed = _feed_of(iterator)
-        if feed.handed and self.steps > feed.steps_then:
-            self._note_training(feed)
+        self._note_training(feed)
         if not feed.handed:
             self._feeds.add(feed)
             statement = for_statement(_asker(frame, iterator))
             if statement is not None:
+                self._knows_loops = True
                 feed.where = (
                     id(statement.frame),
                     statement.frame.f_code,
@@ -245,54 +252,62 @@ class Loops:
                 )
         feed.handed += 1
         feed.steps_then = self.steps
-        owner = feed.owner() if feed.owner is not None else None
-        if feed.trained or (owner is not None and owner in self._training_loaders):
-            self.inside = True
 
-    def exhausted(self, iterator: Any, frame: types.FrameType) -> bool:
-        """``iterator`` had nothing left for the code running in ``frame``: has a training loop ended?"""
+    def exhausted(self, iterator: Any, frame: types.FrameType) -> Set[Any]:
+        """``iterator`` had nothing left for the code running in ``frame``.
+
+        Returns:
+            What was trained in the loop that has ended with it; empty where none has.
+        """
         feed = _feed_of(iterator)
-        handed, trained_on_last = feed.handed, self.steps > feed.steps_then
-        if handed and trained_on_last:
-            self._note_training(feed)
-        owner = feed.owner() if feed.owner is not None else None
-        fed_training = feed.trained
-        created = feed.created
+        trained_on_last = self._note_training(feed)
+        handed, created, trained = feed.handed, feed.created, feed.trained
+        if not handed:
+            trained = self._trained_before(feed) or self._expects_training()
+        elif not trained_on_last:
+            trained = set()  # look-ahead: that batch is still to be trained on
         feed.reset()
-        if threading.get_ident() != self._thread:
-            return False  # no model was built yet, or a prefetch thread reads ahead
-        if handed:
-            # Not trained on its last batch: that batch is still to come (look-ahead).
-            if not (fed_training and trained_on_last):
-                return False
-        elif not (owner is not None and owner in self._training_loaders) and not self._expects_training():
-            return False
+        if not trained or threading.get_ident() != self._thread:
+            return set()  # nothing to end, or a prefetch thread reads ahead
         statement = for_statement(_asker(frame, iterator))
-        if statement is None or self._inside_another(statement.frame, feed):
-            return False
-        return self._ends_its_for(iterator, created, statement)
-
-    def ended(self) -> None:
-        """Tell that the loop has ended."""
-        self.inside = False
-        self._on_end()
+        if statement is None or self._in_body(statement.frame, feed):
+            return set()
+        return trained if self._ends_its_for(iterator, created, statement) else set()
 
     # -- the rules -------------------------------------------------------------
 
-    def _note_training(self, feed: _Feed) -> None:
-        feed.trained = True
+    def _note_training(self, feed: _Feed) -> bool:
+        """Note what was trained on the last batch of ``feed``; whether anything was."""
+        subjects = {s for s, step in self._last_step.items() if step > feed.steps_then}
+        if not feed.handed or not subjects:
+            return False
+        feed.trained |= subjects
         owner = feed.owner() if feed.owner is not None else None
         if owner is not None:
-            self._training_loaders.add(owner)
+            self._trained_by.setdefault(owner, weakref.WeakSet()).update(subjects)
+        return True
 
-    def _inside_another(self, frame: Optional[types.FrameType], feed: _Feed) -> bool:
-        """Whether the loop stands in the body of another training loop that still iterates."""
+    def _trained_before(self, feed: _Feed) -> Set[Any]:
+        """What this loader has trained so far, in earlier passes too."""
+        owner = feed.owner() if feed.owner is not None else None
+        return feed.trained | set(self._trained_by.get(owner, ()) if owner is not None else ())
+
+    def calls_from_inside(self, frame: types.FrameType) -> Optional[bool]:
+        """Whether the code at ``frame`` runs in the body of a training loop.
+
+        Returns:
+            ``None`` where no ``for`` over a DataLoader was ever seen, so that loops are not known here.
+        """
+        return self._in_body(frame, None) if self._knows_loops else None
+
+    def _in_body(self, frame: Optional[types.FrameType], but: Optional[_Feed]) -> bool:
+        """Whether ``frame`` runs in the body of a training loop that still iterates, other than that of ``but``."""
         outer = [
             other.where
             for other in list(self._feeds)
-            if other is not feed
+            if other is not but
             and other.where is not None
-            and (other.trained or self.steps > other.steps_then)
+            and (self._trained_before(other) or self.steps > other.steps_then)
         ]
         while outer and frame is not None:
             for ident, code, start, end in outer:
@@ -364,8 +379,9 @@ def install(places: Places, loops: Callable[[], Optional[Loops]]) -> None:
             try:
                 batch = original(self)
             except StopIteration:
-                if _guarded(listening.exhausted, self, frame):
-                    listening.ended()
+                trained = _guarded(listening.exhausted, self, frame)
+                if trained:
+                    listening.on_end(trained)
                 raise
             _guarded(listening.handed, self, frame)
             return batch

@@ -256,7 +256,7 @@ class Shadow:
             else:
                 total = total + (parameter * 0).sum()
         ddp.reducer.prepare_for_backward([])
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         for parameter, gradient in zip(parameters, kept):
             parameter.grad = gradient
 
@@ -286,7 +286,8 @@ class Shadow:
         )
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
-        ddp.logger._set_static_graph()
+        if ddp.logger is not None:
+            ddp.logger._set_static_graph()
         for hook, state in getattr(ddp, "_comm_hooks", []):
             dist._register_comm_hook(ddp.reducer, state, hook)
         ddp._has_rebuilt_buckets = False

@@ -64,10 +64,13 @@ class Collective(NamedTuple):
         site: hash of the place in the script, below ``2**32``.
         shadowable: whether a rank that has run out of batches can take part in
             it. So far only barriers of the process group itself are.
+        in_loop: whether the call stands in the body of a training loop;
+            ``None`` if that is not known.
     """
 
     site: int
     shadowable: bool
+    in_loop: Optional[bool] = None
 
 
 class Model(Protocol):
@@ -127,8 +130,9 @@ class Rendezvous:
         self.suspended = 0
         # Steps were trained (or a model was built) since the ranks last met.
         self.open = False
-        # A peer was seen leaving: it goes only when all leave.
-        self.peer_is_leaving = False
+        # A peer was seen leaving, or some rank had to shadow: ranks with more to train
+        # than this one may be left when it ends, so it leaves together with them.
+        self.leaves_together = False
         self.votes = 0
         self.steps_shadowed = 0
         self._behind = False
@@ -137,7 +141,8 @@ class Rendezvous:
         # still train them and need this rank as its shadow.
         self._held: Set[int] = set()
         self._unread: Deque[Tuple[Any, torch.Tensor]] = deque()
-        # Places called from inside this rank's loop, and those not yet followed by a step.
+        # Places called from inside this rank's loop; and, where loops are not known,
+        # those not yet followed by a step.
         self._sites_in_loop: Set[int] = set()
         self._sites_since_step: Set[int] = set()
 
@@ -175,7 +180,10 @@ class Rendezvous:
     def collective(self, collective: Collective) -> None:
         """Meet before a collective of the script; returns when it is this rank's turn to call it."""
         self._attend(Kind.COLLECTIVE, collective=collective)
-        self._sites_since_step.add(collective.site)
+        if collective.in_loop:
+            self._sites_in_loop.add(collective.site)
+        elif collective.in_loop is None:
+            self._sites_since_step.add(collective.site)
         self._met()
 
     def loop_end(self) -> None:
@@ -203,7 +211,6 @@ class Rendezvous:
         except Exception as error:
             self.dissolve(f"waiting for the other ranks to leave failed: {error}", logging.WARNING)
         self._met()
-        self.peer_is_leaving = False
 
     def dissolve(self, reason: str, level: int = logging.INFO) -> None:
         """Vote no more on this group; everything on it is stock from here on."""
@@ -245,6 +252,7 @@ class Rendezvous:
             work.wait()
             self._unread.clear()
             result = _unpack(tensor.tolist())
+            self.leaves_together |= result.leaving or result.joined
 
             if result.kind is Kind.BACKWARD:
                 self.models[result.detail].shadow_backward()
@@ -262,7 +270,6 @@ class Rendezvous:
                 continue
 
             # Nobody is at a training step.
-            self.peer_is_leaving = result.leaving and kind is not Kind.LEAVING
             if result.behind:
                 self._all_catch_up(result)
             if result.kind is not Kind.COLLECTIVE:
@@ -270,13 +277,15 @@ class Rendezvous:
                     return result
                 continue  # the others are at their loop end, and go; this rank leaves later
             site, can_shadow = _unpack_site(result.detail)
-            if result.loop_end and self._somebody_goes(kind, joined, result):
-                # Those at their loop end go on first; what was voted for is voted for again.
-                if kind is Kind.LOOP_END and not self._stays(joined, result):
+            # A rank at its loop end goes on, unless the others are still in the loop it has left.
+            stays = can_shadow and site in self._sites_in_loop
+            if result.loop_end and self._somebody_goes(kind is Kind.LOOP_END and not stays, can_shadow):
+                # It goes first; what was voted for is voted for again.
+                if kind is Kind.LOOP_END and not stays:
                     return result
                 continue
             if collective is not None:
-                if not joined or site == collective.site or site not in self._sites_in_loop or not can_shadow:
+                if not joined or site == collective.site or not stays:
                     return result
                 # Joined: the others are still in the loop that this rank has left.
             if not can_shadow:  # only a rank that is leaving comes here
@@ -288,18 +297,12 @@ class Rendezvous:
                 return result
             _barrier(self.group)
 
-    def _stays(self, joined: bool, result: _Ballot) -> bool:
-        """Whether this rank, at its loop end, goes on shadowing: the others are in the loop it has left."""
-        site, can_shadow = _unpack_site(result.detail)
-        return joined and can_shadow and site in self._sites_in_loop
-
-    def _somebody_goes(self, kind: Kind, joined: bool, result: _Ballot) -> bool:
+    def _somebody_goes(self, this_rank_goes: bool, can_shadow: bool) -> bool:
         """Agree, in a second vote, on whether a rank at its loop end goes on from here."""
-        if not result.joined:
-            return True  # nobody has shadowed a step: exactly today's pairing, everybody goes
-        goes = kind is Kind.LOOP_END and not self._stays(joined, result)
-        tensor = torch.tensor([0 if goes else 1], dtype=torch.int64, device=self.device)
-        self._all_reduce(tensor).wait()
+        if not can_shadow:
+            return True
+        tensor = torch.tensor([0 if this_rank_goes else 1], dtype=torch.int64, device=self.device)
+        all_reduce_min(self.group, tensor).wait()
         return int(tensor.item()) == 0
 
     def _all_catch_up(self, result: _Ballot) -> None:
@@ -321,15 +324,20 @@ class Rendezvous:
         return work, tensor
 
     def _all_reduce(self, tensor: torch.Tensor) -> Any:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        return self.group.allreduce([tensor], options)
+        return all_reduce_min(self.group, tensor)
 
 
 def _barrier(group: dist.ProcessGroup) -> None:
     """Take part in a barrier of the others."""
     with inner():
         dist.barrier(group)  # any barrier meets any other: torch's have no tag
+
+
+def all_reduce_min(group: dist.ProcessGroup, tensor: torch.Tensor) -> Any:
+    """Reduce ``tensor`` over ``group``, below ``torch.distributed.all_reduce`` and its hooks; returns the work."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+    return group.allreduce([tensor], options)
 
 
 # -- what must not vote: calls made inside a collective of the script or of DDP ----------

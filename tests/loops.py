@@ -42,6 +42,7 @@ class Script:
         simulated: one epoch of it is a step per batch index, so it can be calculated in one process; ``"stream"`` if its epochs follow each
             other without a rendezvous between them.
         same_ranks: stock DDP leaves the ranks equal on even inputs, so that they can be equal on uneven ones.
+        local_buffers: its last forward is not followed by a rendezvous with a rank behind, so buffers differ as they do with stock.
         as_stock: on uneven inputs it runs to its end today, so it must do the same with ddpfix, to the bit.
         optimizers: those that it is run with; the first for comparisons with join.
         even, uneven: batches for each epoch of ranks 0, 1, 2.
@@ -55,6 +56,7 @@ class Script:
     join: str | None = EQUAL
     simulated: str | None = None
     same_ranks: bool = True
+    local_buffers: bool = False
     as_stock: bool = False
     optimizers: tuple[str, ...] = ("sgd", "momentum", "adam")
     even: Counts = ((4, 4, 4), (4, 4, 4))
@@ -1383,7 +1385,7 @@ def accumulation_by_three(ctx: Context) -> Trained:
     return _accumulate(ctx, 3, step_at_end=True, lists=True)
 
 
-@script(join=DIFFERS, even=((5, 5, 5), (5, 5, 5)), uneven=((3, 5, 4), (5, 4, 7)), extra=2, optimizers=("sgd", "adam"))
+@script(join=DIFFERS, even=((5, 5, 5), (5, 5, 5)), uneven=((3, 5, 4), (5, 4, 7)), extra=2, optimizers=("sgd", "adam"), local_buffers=True)
 def accumulation_with_batch_norm(ctx: Context) -> Trained:
     model, optimizer = ctx.build(NormNet())
     loader = ctx.loader()
@@ -1781,7 +1783,7 @@ def models_in_turn(ctx: Context) -> Trained:
     return Trained([first, second], [first_optimizer, second_optimizer])
 
 
-@script(stock=FINISHES, join=None, worlds=(2,), as_stock=True)
+@script(stock=FINISHES, join=None, worlds=(2,), as_stock=True, same_ranks=False)
 def model_without_ddp(ctx: Context) -> Trained:
     """A model that was never wrapped is trained by its rank alone, beside an untouched group."""
     torch.manual_seed(ctx.rank)

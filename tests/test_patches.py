@@ -820,7 +820,23 @@ def test_unpatch_restores_every_attribute_of_torch(tmp_path: Path) -> None:
     assert answer["after unpatch"] == answer["after all"] == []
     assert answer["not plain"] == answer["not pickled"] == []
     assert answer["status after all"] == {"barrier": "disabled", "join": "disabled"}
-    assert "Warning" not in result.stderr
+
+
+def test_a_script_that_took_names_from_torch_before_ddpfix_is_patched_without_a_word(tmp_path: Path) -> None:
+    """torch's own tables of functions are no reason to warn, either."""
+    source = """
+        import torch._dynamo.trace_rules
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()
+        import torch.distributed as dist
+        from torch.distributed import all_reduce, barrier
+        import ddpfix
+        assert all_reduce is dist.all_reduce and barrier is dist.barrier
+        assert "ddpfix" in all_reduce.__code__.co_filename and "ddpfix" in barrier.__code__.co_filename
+        ddpfix.unpatch()
+        ddpfix.patch()
+        assert all_reduce is dist.all_reduce and barrier is dist.barrier
+    """
+    assert python(write(tmp_path / "taken.py", source), timeout=120).stderr == ""
 
 
 def test_patches_applied_on_arrival_are_taken_off(tmp_path: Path) -> None:
