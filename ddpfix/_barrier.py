@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -347,6 +348,28 @@ def install(places: Places) -> None:
         except (Unavailable, AttributeError) as error:
             _log.debug("the patch barrier does without %s.%s: %s", module, attribute, error)
     _placed = True
+
+
+def _skip_this_file(places: Places) -> None:
+    """Has torch.compile treat this file as it treats torch's own barrier and set_device, which it never looks into.
+
+    What is decided here must be decided anew at each call, and the compiler of torch 2.1 has errors of its own on this code. The call
+    of a function that is skipped is the one graph break that the call of a barrier is anyway.
+    """
+    for module_name in LATER:
+        add = getattr(sys.modules.get(module_name), "add", None)
+        if add is not None and module_name not in _skipped_by:
+            _skipped_by.add(module_name)
+            add(__name__)
+
+
+_skipped_by: set[str] = set()  # for good: what is not placed is not called
+
+# Two names of one list: the first up to 2.2, the second from 2.3 on. Neither is imported before torch.compile is used.
+LATER: dict[str, Callable[[Places], None]] = {
+    "torch._dynamo.skipfiles": _skip_this_file,
+    "torch._dynamo.trace_rules": _skip_this_file,
+}
 
 
 def uninstall() -> None:

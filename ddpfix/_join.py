@@ -108,7 +108,9 @@ class _State:
             departure.leave()
 
     def forget(self, group: Any) -> None:
-        self.meetings.pop(group, None)
+        meeting = self.meetings.pop(group, None)
+        if meeting is not None:
+            meeting[0].close()
         for shadow in self.shadows.pop(group, []):
             shadow.detach()
 

@@ -106,6 +106,13 @@ _DETAIL_BITS = 36
 _SITE_BITS = 32
 
 
+# The last votes of process groups that are gone. A worker thread of gloo may hold
+# the tensor of a vote a moment longer than we do, and then needs the GIL to free
+# it, while the destructor of the process group waits for that thread with the GIL
+# held (torch 2.13, ~ProcessGroupGloo). If we do not let go, there is nothing to free.
+_kept_for_good: Deque[Tuple[Any, torch.Tensor]] = deque(maxlen=64)
+
+
 class Rendezvous:
     """The meeting of the ranks of one process group.
 
@@ -140,7 +147,9 @@ class Rendezvous:
         # Models kept alive, also when the script has dropped them: a peer may
         # still train them and need this rank as its shadow.
         self._held: Set[int] = set()
-        self._unread: Deque[Tuple[Any, torch.Tensor]] = deque()
+        # A vote stays alive until a later one has been read: a dropped NCCL work may
+        # let go of memory that is still being reduced.
+        self._votes_kept: Deque[Tuple[Any, torch.Tensor]] = deque()
         # Places called from inside this rank's loop; and, where loops are not known,
         # those not yet followed by a step.
         self._sites_in_loop: Set[int] = set()
@@ -250,7 +259,7 @@ class Rendezvous:
             if patience is not None and nobody_comes is not None:
                 _await(work, patience, nobody_comes)
             work.wait()
-            self._unread.clear()
+            self._forget_old_votes()
             result = _unpack(tensor.tolist())
             self.leaves_together |= result.leaving or result.joined
 
@@ -316,12 +325,19 @@ class Rendezvous:
         tensor = torch.tensor(ballot, dtype=torch.int64, device=self.device)
         work = self._all_reduce(tensor)
         self.votes += 1
-        # An unread vote stays alive until a later one has been read: a dropped NCCL
-        # work may let go of memory that is still being reduced.
-        self._unread.append((work, tensor))
-        while len(self._unread) > 8 and self._unread[0][0].is_completed():
-            self._unread.popleft()
+        self._votes_kept.append((work, tensor))
+        if len(self._votes_kept) > 8 and self._votes_kept[0][0].is_completed():
+            self._votes_kept.popleft()
         return work, tensor
+
+    def _forget_old_votes(self) -> None:
+        while len(self._votes_kept) > 1:
+            self._votes_kept.popleft()
+
+    def close(self) -> None:
+        """The process group is about to be destroyed."""
+        _kept_for_good.extend(self._votes_kept)
+        self._votes_kept.clear()
 
     def _all_reduce(self, tensor: torch.Tensor) -> Any:
         return all_reduce_min(self.group, tensor)

@@ -1089,7 +1089,7 @@ def stateful_loader(ctx: Context) -> Trained:
     return Trained([model], [optimizer])
 
 
-@script(simulated=None, join=DIFFERS, uneven=((4, 6, 5), (6, 3, 5)), extra=2)
+@script(join=DIFFERS, uneven=((4, 6, 5), (6, 3, 5)), extra=2)
 def skipped_batches(ctx: Context) -> Trained:
     """One rank skips a bad batch in the middle."""
     model, optimizer = ctx.build()
@@ -1612,7 +1612,7 @@ def frozen_parameters(ctx: Context) -> Trained:
     return Trained([model], [optimizer])
 
 
-@script(simulated=None)
+@script(join=DIFFERS)
 def several_parameter_groups(ctx: Context) -> Trained:
     model = DDP(Net())
     optimizer = torch.optim.SGD(
@@ -1904,7 +1904,7 @@ def schedule_per_epoch(ctx: Context) -> Trained:
     return Trained([model], [optimizer], [], {"scheduler": scheduler})
 
 
-@script(simulated=None)
+@script()
 def clipped_gradients(ctx: Context) -> Trained:
     model, optimizer = ctx.build()
     loader = ctx.loader()

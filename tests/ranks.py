@@ -379,6 +379,8 @@ def _run_rank(case: _Case, rank: int, folder: str, send: Callable[[Any, str | No
                 send(_picture(results[0]), None)
             except BaseException:  # noqa: BLE001
                 send(None, traceback.format_exc())
+            # What follows is the end of the interpreter itself, which takes long with torch and concerns nobody.
+            os._exit(0)
 
         atexit.register(last_exit_handler)
     torch.manual_seed(0)
