@@ -165,7 +165,7 @@ def _first_gradient(shadow: Shadow, synchronised: bool) -> None:
     if entry is None or ddp is None:
         return
     rendezvous = entry[1]
-    _state.loops.trained(rendezvous)
+    _state.loops.trained(rendezvous, synchronised)
     _state.at_exit.goes_on()
     if not synchronised or not rendezvous.live or ddp._join_config.enable:
         return
@@ -185,10 +185,15 @@ def _voter(ddp: DistributedDataParallel) -> Optional[Tuple[Shadow, Rendezvous]]:
 
 
 def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> None:
+    if ddp not in _state.models and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+        # Not constructed while ddpfix looked on: a copy.deepcopy, an unpickled one, or one
+        # older than ddpfix. All ranks begin to train it at this place, so it is numbered here.
+        _take_in(ddp)
     entry = _voter(ddp)
     if entry is None:
         return
     shadow, rendezvous = entry
+    shadow.source = 0
     if not after:
         _state.loops.runs_here()
         if not ddp._lazy_init_ran:
@@ -200,6 +205,10 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
                 return
     forward = shadow.next_forward(ddp, after)
     if forward.rebuild or forward.buffers:
+        if torch.is_grad_enabled():
+            # Stock raises here when the last backward has left a bucket unreduced (unused
+            # parameters). Waiting for the others first would hide that: they wait for the bucket.
+            ddp.reducer._check_reducer_finalized()
         shadow.source = rendezvous.forward(forward)
 
 
@@ -243,6 +252,8 @@ def _group_of_constructor(original: Any, args: Tuple[Any, ...], kwargs: Dict[str
 def _install_on_ddp(places: Places) -> None:
     missing = [name for name in NEEDED if not hasattr(DistributedDataParallel, name)]
     missing += [f"reducer.{name}" for name in NEEDED_OF_REDUCER if not hasattr(dist.Reducer, name)]
+    if not hasattr(torch._C, "_current_graph_task_id"):
+        missing.append("torch._C._current_graph_task_id")
     if missing:
         from ._patches import Unavailable
 
@@ -263,14 +274,6 @@ def _install_on_ddp(places: Places) -> None:
                 _take_in(self)
 
         return __init__
-
-    def around_setstate(original: Any) -> Any:
-        @functools.wraps(original, updated=())
-        def __setstate__(self: Any, state: Any) -> None:
-            original(self, state)
-            _take_in(self)  # a copy.deepcopy or unpickled model has a reducer of its own
-
-        return __setstate__
 
     def around_pre_forward(original: Any) -> Any:
         @functools.wraps(original, updated=())
@@ -303,7 +306,6 @@ def _install_on_ddp(places: Places) -> None:
 
     for method, factory in (
         ("__init__", around_init),
-        ("__setstate__", around_setstate),
         ("_pre_forward", around_pre_forward),
         ("_post_forward", around_post_forward),
         ("_sync_module_buffers", around_sync_buffers),
@@ -343,7 +345,7 @@ def _meet(group: Any, frame: Any, shadowable: bool, only: bool = False) -> None:
 
 
 def _in_backward() -> bool:
-    # Private, but there since torch 2.0; without it comm hooks in Python would vote.
+    # Private, there since torch 2.0; without it comm hooks written in Python would vote.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -473,27 +475,16 @@ def _install_trackers(places: Places) -> None:
 
 
 def _take_in_what_exists() -> None:
-    """Find what a script made before it imported ddpfix. Then the order of models is not known for sure."""
-    if not (dist.is_available() and dist.is_initialized()):
+    """Find what a script made before it imported ddpfix; its models are taken in at their next forward."""
+    if not dist.is_initialized():
         return
-    ddps = []
+    _trace_around_the_vote()
     for thing in gc.get_objects():
         kind = type(thing)
-        if issubclass(kind, DistributedDataParallel):
-            ddps.append(thing)
-        elif issubclass(kind, torch.optim.Optimizer):
+        if issubclass(kind, torch.optim.Optimizer):
             _catch_up.optimizers.add(thing)
         elif issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
             _catch_up.schedulers.add(thing)
-    for ddp in ddps:
-        if getattr(ddp, "reducer", None) is not None:
-            _take_in(ddp)
-    for rendezvous, _ in _state.live_meetings():
-        if len(rendezvous.models) > 1:
-            rendezvous.dissolve(
-                "several DDP models were constructed before ddpfix was imported; import it first",
-                logging.WARNING,
-            )
 
 
 # -- the patch -----------------------------------------------------------------------

@@ -212,10 +212,17 @@ class Loops:
         )
         self._verdicts: Dict[Tuple[Any, ...], bool] = {}
 
-    def trained(self, subject: Any) -> None:
-        """One step of ``subject`` was trained."""
+    def trained(self, subject: Any, synchronised: bool) -> None:
+        """One step of ``subject`` was trained.
+
+        Arguments:
+            subject: what was trained.
+            synchronised: all ranks took part; false for a step that only
+                accumulates gradients, which alone makes no training loop.
+        """
         self.steps += 1
-        self._last_step[subject] = self.steps
+        if synchronised:
+            self._last_step[subject] = self.steps
 
     def runs_here(self) -> None:
         """Take the calling thread for the one that trains."""
@@ -278,9 +285,9 @@ class Loops:
 
     def _note_training(self, feed: _Feed) -> bool:
         """Note what was trained on the last batch of ``feed``; whether anything was."""
-        subjects = {s for s, step in self._last_step.items() if step > feed.steps_then}
-        if not feed.handed or not subjects:
+        if not feed.handed or self.steps == feed.steps_then:
             return False
+        subjects = {s for s, step in self._last_step.items() if step > feed.steps_then}
         feed.trained |= subjects
         owner = feed.owner() if feed.owner is not None else None
         if owner is not None:

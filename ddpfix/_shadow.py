@@ -18,6 +18,7 @@ from ._vote import Forward, inner
 
 # What mirroring needs. Where one is missing the patch "join" reports itself as skipped.
 NEEDED = (
+    "_active_ddp_module",
     "_assign_modules_buffers",
     "_build_debug_param_to_name_mapping",
     "_build_params_for_reducer",
@@ -29,6 +30,7 @@ NEEDED = (
     "_sync_module_buffers",
 )
 NEEDED_OF_REDUCER = (
+    "_check_reducer_finalized",
     "_get_local_used_map",
     "_get_zeros_like_grad_buckets",
     "_push_all_rebuilt_params",
@@ -75,7 +77,14 @@ class Shadow:
         self.number = -1
         self.source = 0  # rank that the next buffer broadcast comes from
         self.device = ddp.device
-        self._ddp = weakref.ref(ddp)
+        this = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            shadow = this()
+            if shadow is not None:
+                shadow.detach()  # an AccumulateGrad node keeps its parameter alive
+
+        self._ddp = weakref.ref(ddp, gone)
         self._kept: Optional[DistributedDataParallel] = None
         self._on_first_gradient = on_first_gradient
         self._armed = False  # a synchronised forward has run and its backward has not begun

@@ -82,8 +82,8 @@ class Model(Protocol):
     def release(self) -> None: ...
 
 
-class _NobodyComes(Exception):
-    """The other ranks will not answer a vote."""
+class _Unanswered(Exception):
+    """The other ranks did not, or will not, answer a vote."""
 
 
 class _Ballot(NamedTuple):
@@ -196,12 +196,16 @@ class Rendezvous:
         self._met()
 
     def loop_end(self) -> None:
-        """Shadow the others until nobody is at a training step. A failure is no error of this rank."""
+        """Shadow the others until nobody is at a training step.
+
+        That the others do not answer is no error of a rank that has trained its
+        own steps: it goes on, and fails, if at all, where it would without ddpfix.
+        """
         try:
             self._attend(Kind.LOOP_END)
             self._met()
-        except Exception as error:
-            self.dissolve(f"waiting at the end of the loop failed: {error}", logging.WARNING)
+        except _Unanswered as error:
+            self._go_alone("waiting at the end of the loop", error)
         self._sites_in_loop.clear()
         self._sites_since_step.clear()
 
@@ -215,10 +219,8 @@ class Rendezvous:
         """
         try:
             self._attend(Kind.LEAVING, patience=patience, nobody_comes=others_left)
-        except _NobodyComes:
-            pass
-        except Exception as error:
-            self.dissolve(f"waiting for the other ranks to leave failed: {error}", logging.WARNING)
+        except _Unanswered as error:
+            self._go_alone("leaving", error)
         self._met()
 
     def dissolve(self, reason: str, level: int = logging.INFO) -> None:
@@ -226,6 +228,15 @@ class Rendezvous:
         if self.dissolved is None:
             self.dissolved = reason
             logger.log(level, "rank %d: ambient join is off for this process group: %s", self.rank, reason)
+
+    def _go_alone(self, doing: str, error: _Unanswered) -> None:
+        if self._behind:
+            # This rank lacks the steps it has shadowed; it must not pass its model for the final one.
+            raise RuntimeError(
+                f"ddpfix: rank {self.rank} shadowed the training of other ranks, which then stopped "
+                f"answering ({error}); its model lacks their last steps"
+            ) from error
+        self.dissolve(f"{doing}, it got no answer from the others ({error})", logging.WARNING)
 
     def _hold(self, model: int) -> None:
         self._held.add(model)
@@ -256,15 +267,20 @@ class Rendezvous:
             elif collective is not None:
                 detail = _pack_collective(collective, joined)
             work, tensor = self._cast(kind, detail, joined)
-            if patience is not None and nobody_comes is not None:
-                _await(work, patience, nobody_comes)
-            work.wait()
+            try:
+                if patience is not None and nobody_comes is not None:
+                    _await(work, patience, nobody_comes)
+                work.wait()
+            except RuntimeError as error:  # the process group's own: a timeout, a closed connection
+                if kind in (Kind.LOOP_END, Kind.LEAVING):
+                    raise _Unanswered(str(error).strip().split("\n")[0]) from error
+                raise
             self._forget_old_votes()
             result = _unpack(tensor.tolist())
             self.leaves_together |= result.leaving or result.joined
 
             if result.kind is Kind.BACKWARD:
-                self.models[result.detail].shadow_backward()
+                self._model(result.detail).shadow_backward()
                 self.steps_shadowed += 1
                 self._behind = joined = True
                 continue
@@ -275,7 +291,7 @@ class Rendezvous:
                     self._all_catch_up(result)
                 if winner == forward:
                     return result
-                self.models[winner.model].shadow_forward(winner, result.rank)
+                self._model(winner.model).shadow_forward(winner, result.rank)
                 continue
 
             # Nobody is at a training step.
@@ -305,6 +321,15 @@ class Rendezvous:
                 )
                 return result
             _barrier(self.group)
+
+    def _model(self, number: int) -> Model:
+        if number >= len(self.models):
+            raise RuntimeError(
+                f"ddpfix: another rank trains DistributedDataParallel model number {number} of this process "
+                f"group, but rank {self.rank} has made {len(self.models)}; all ranks must construct the "
+                "same models in the same order, after ddpfix was imported"
+            )
+        return self.models[number]
 
     def _somebody_goes(self, this_rank_goes: bool, can_shadow: bool) -> bool:
         """Agree, in a second vote, on whether a rank at its loop end goes on from here."""
@@ -389,13 +414,10 @@ def _await(work: Any, patience: float, nobody_comes: Callable[[], bool]) -> None
     while not work.is_completed():
         now = time.monotonic()
         if now > deadline:
-            logger.warning(
-                "waited %.0f s for the other ranks to end their training; leaving without them", patience
-            )
-            raise _NobodyComes
+            raise _Unanswered(f"they have not ended their training after {patience:.0f} s")
         if now - asked > 0.2:
             if nobody_comes():
-                raise _NobodyComes
+                raise _Unanswered("they have left already")
             asked = now
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
