@@ -26,7 +26,7 @@ from ._leave import AtExit, Departure, in_error
 from ._loop import Loops, install_iter
 from ._loop import install as install_loops
 from ._shadow import NEEDED, NEEDED_OF_REDUCER, Shadow, why_not
-from ._vote import Collective, Rendezvous, call_site, inner, inside
+from ._vote import Collective, Forward, Rendezvous, call_site, inner, inside
 
 if TYPE_CHECKING:
     from ._patches import Places
@@ -203,8 +203,11 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
             if reason is not None:
                 rendezvous.dissolve(reason, logging.WARNING)
                 return
-    forward = shadow.next_forward(ddp, after)
-    if forward.rebuild or forward.buffers:
+
+    def forward() -> Forward:
+        return shadow.next_forward(ddp, after)
+
+    if forward().rebuild or forward().buffers:
         if torch.is_grad_enabled():
             # Stock raises here when the last backward has left a bucket unreduced (unused
             # parameters). Waiting for the others first would hide that: they wait for the bucket.

@@ -19,7 +19,7 @@ import time
 import zlib
 from collections import deque
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Callable, Deque, List, NamedTuple, Optional, Protocol, Set, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, NamedTuple, Optional, Protocol, Set, Tuple
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,8 @@ class Model(Protocol):
 class _Unanswered(Exception):
     """The other ranks did not, or will not, answer a vote."""
 
+    level = logging.WARNING
+
 
 class _Ballot(NamedTuple):
     """One result (or one rank's vote): the integers that are reduced, unpacked."""
@@ -144,6 +146,7 @@ class Rendezvous:
         self.steps_shadowed = 0
         self._behind = False
         self._catch_up = catch_up
+        self._ballots: Dict[Tuple[int, ...], torch.Tensor] = {}
         # Models kept alive, also when the script has dropped them: a peer may
         # still train them and need this rank as its shadow.
         self._held: Set[int] = set()
@@ -178,13 +181,18 @@ class Rendezvous:
             self._sites_since_step.clear()
         self._cast(Kind.BACKWARD, model)
 
-    def forward(self, forward: Forward) -> int:
+    def forward(self, forward: Callable[[], Forward]) -> int:
         """Meet before the collective part of a forward.
+
+        Arguments:
+            forward: tells what is collective in the forward, at each vote anew: to
+                shadow a backward meanwhile can make the bucket rebuild due.
 
         Returns:
             The rank in the process group that buffers are to be taken from.
         """
-        return self._attend(Kind.FORWARD, forward=forward).rank
+        result = self._attend(Kind.FORWARD, forward=forward)
+        return result.rank if result is not None else 0
 
     def collective(self, collective: Collective) -> None:
         """Meet before a collective of the script; returns when it is this rank's turn to call it."""
@@ -236,7 +244,7 @@ class Rendezvous:
                 f"ddpfix: rank {self.rank} shadowed the training of other ranks, which then stopped "
                 f"answering ({error}); its model lacks their last steps"
             ) from error
-        self.dissolve(f"{doing}, it got no answer from the others ({error})", logging.WARNING)
+        self.dissolve(f"{doing}, it got no answer from the others ({error})", error.level)
 
     def _hold(self, model: int) -> None:
         self._held.add(model)
@@ -253,17 +261,24 @@ class Rendezvous:
     def _attend(
         self,
         kind: Kind,
-        forward: Optional[Forward] = None,
+        forward: Optional[Callable[[], Forward]] = None,
         collective: Optional[Collective] = None,
         patience: Optional[float] = None,
         nobody_comes: Optional[Callable[[], bool]] = None,
-    ) -> _Ballot:
-        """Vote, and shadow what wins, until it is this rank's turn."""
-        joined = False
+    ) -> Optional[_Ballot]:
+        """Vote, and shadow what wins, until it is this rank's turn.
+
+        Returns:
+            The result that it goes on with; ``None`` if nothing collective was left to do.
+        """
+        joined, mine = False, None
         while True:
             detail = 0
             if forward is not None:
-                detail = _pack_forward(forward, self._behind)
+                mine = forward()
+                if not (mine.rebuild or mine.buffers):
+                    return None
+                detail = _pack_forward(mine, self._behind)
             elif collective is not None:
                 detail = _pack_collective(collective, joined)
             work, tensor = self._cast(kind, detail, joined)
@@ -289,7 +304,7 @@ class Rendezvous:
                 winner, behind = _unpack_forward(result.detail)
                 if behind:
                     self._all_catch_up(result)
-                if winner == forward:
+                if kind is Kind.FORWARD and winner == mine:
                     return result
                 self._model(winner.model).shadow_forward(winner, result.rank)
                 continue
@@ -347,13 +362,25 @@ class Rendezvous:
         ballot = _pack(
             kind, detail, self.rank, self.world_size, self._behind, joined, len(self.models)
         )
-        tensor = torch.tensor(ballot, dtype=torch.int64, device=self.device)
-        work = self._all_reduce(tensor)
+        tensor = self._on_device(ballot)
+        work = all_reduce_min(self.group, tensor)
         self.votes += 1
         self._votes_kept.append((work, tensor))
         if len(self._votes_kept) > 8 and self._votes_kept[0][0].is_completed():
             self._votes_kept.popleft()
         return work, tensor
+
+    def _on_device(self, ballot: List[int]) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return torch.tensor(ballot, dtype=torch.int64, device="cpu")
+        # A copy from the host would wait for the device's stream, in the backward too.
+        # Nearly all ballots of a job are the same few, so they are copied on the device.
+        key = tuple(ballot)
+        if key not in self._ballots:
+            if len(self._ballots) > 256:
+                self._ballots.clear()
+            self._ballots[key] = torch.tensor(ballot, dtype=torch.int64, device=self.device)
+        return self._ballots[key].clone()
 
     def _forget_old_votes(self) -> None:
         while len(self._votes_kept) > 1:
@@ -363,9 +390,6 @@ class Rendezvous:
         """The process group is about to be destroyed."""
         _kept_for_good.extend(self._votes_kept)
         self._votes_kept.clear()
-
-    def _all_reduce(self, tensor: torch.Tensor) -> Any:
-        return all_reduce_min(self.group, tensor)
 
 
 def _barrier(group: dist.ProcessGroup) -> None:
@@ -417,7 +441,9 @@ def _await(work: Any, patience: float, nobody_comes: Callable[[], bool]) -> None
             raise _Unanswered(f"they have not ended their training after {patience:.0f} s")
         if now - asked > 0.2:
             if nobody_comes():
-                raise _Unanswered("they have left already")
+                gone = _Unanswered("they have left already")
+                gone.level = logging.INFO
+                raise gone
             asked = now
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
