@@ -44,7 +44,7 @@ class Departure:
         # torchrun keeps one store over destroy_process_group and a new
         # init_process_group; each gets keys of its own.
         generation = _generations[ranks] = _generations.get(ranks, 0) + 1
-        self._key = f"ddpfix/{'-'.join(map(str, ranks))}/{generation}/left/"
+        self._key = f"ddpfix/{'-'.join(map(str, ranks))}/{generation}/left"
         self._left = False
         self._store: Optional[Any] = None
         try:
@@ -63,22 +63,18 @@ class Departure:
             rendezvous.leave(patience_of(rendezvous.group, rendezvous.device), self._others_left)
         try:
             if self._store is not None:
-                self._store.set(f"{self._key}{rendezvous.rank}", "1")
+                self._store.add(self._key, 1)
         except Exception:  # the store went with the rank that hosted it
             logger.debug("could not announce leaving", exc_info=True)
 
     def _others_left(self) -> bool:
         if self._store is None:
             return False
-        others = [
-            f"{self._key}{rank}"
-            for rank in range(self._rendezvous.world_size)
-            if rank != self._rendezvous.rank
-        ]
         try:
-            return bool(self._store.check(others))
+            # Store.check is not in Python before torch 2.2; adding nothing reads the counter.
+            return bool(self._store.add(self._key, 0) >= self._rendezvous.world_size - 1)
         except Exception:
-            return True  # its host has gone
+            return True  # the store went with the rank that hosted it
 
 
 def patience_of(group: dist.ProcessGroup, device: torch.device) -> float:
