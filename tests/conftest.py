@@ -21,10 +21,9 @@ def ranks() -> Iterator[Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for name in ("test_loops", "test_counts"):
-        module = sys.modules.get(name)
-        lines = module.table() if module is not None else []
-        if lines:
-            terminalreporter.section(f"table of {name}")
-            for line in lines:
-                terminalreporter.write_line(line)
+    module = sys.modules.get("test_loops")
+    lines = module.table() if module is not None else []
+    if lines:
+        terminalreporter.section("table of test_loops")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -183,7 +183,7 @@ class _Server:
         environment = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         for name in [name for name in environment if name.startswith(("DDPFIX", "PYTEST"))]:
             del environment[name]
-        path = f"import sys; sys.path.insert(0, {HERE!r}); sys.path.append({ROOT!r})"
+        path = f"import sys; sys.path[:0] = [{HERE!r}, {os.path.join(HERE, 'benchmarks')!r}]; sys.path.append({ROOT!r})"
         code = f"{path}\n{self._first}\nimport ranks; ranks._serve({self._folder!r}, {reader})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=[reader], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=HERE
