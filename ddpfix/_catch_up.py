@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from contextlib import ExitStack
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple
 
 import torch
@@ -79,15 +80,21 @@ def catch_up(
         models = [shadow.get() for shadow in shadows]
         for ddp in models:
             assert ddp is not None
-            _sync_module_states(
-                module=ddp.module,
-                process_group=group,
-                broadcast_bucket_size=_BUCKET_BYTES,
-                src=source,
-                params_and_buffers_to_ignore=ddp.parameters_to_ignore,
-                # Buffers that the user keeps rank-local stay so.
-                broadcast_buffers=ddp.broadcast_buffers,
-            )
+            with ExitStack() as versions:
+                # A rank that is up to date may be between forward and backward: what it
+                # receives is what it has, and must not count as a change in place.
+                for tensor in (*ddp.module.parameters(), *ddp.module.buffers()):
+                    if not tensor.is_inference():
+                        versions.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+                _sync_module_states(
+                    module=ddp.module,
+                    process_group=group,
+                    broadcast_bucket_size=_BUCKET_BYTES,
+                    src=source,
+                    params_and_buffers_to_ignore=ddp.parameters_to_ignore,
+                    # Buffers that the user keeps rank-local stay so.
+                    broadcast_buffers=ddp.broadcast_buffers,
+                )
         if models:
             parameters = {id(p) for ddp in models for p in ddp.module.parameters()}  # type: ignore[union-attr]
             _copy_training_state(group, source, parameters, models[0].device, on_device_only)  # type: ignore[union-attr]

@@ -205,7 +205,8 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
                 return
 
     def forward() -> Forward:
-        return shadow.next_forward(ddp, after)
+        fresh = not any(other.waits_for_backward for other in _state.shadows[rendezvous.group])
+        return shadow.next_forward(ddp, fresh, after)
 
     if forward().rebuild or forward().buffers:
         if torch.is_grad_enabled():

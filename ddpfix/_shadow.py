@@ -172,16 +172,23 @@ class Shadow:
             self._ran_itself = True
         self._on_first_gradient(self, synchronised)
 
-    def next_forward(self, ddp: DistributedDataParallel, after: bool = False) -> Forward:
+    @property
+    def waits_for_backward(self) -> bool:
+        """Whether a forward with gradients has run whose backward has not begun."""
+        return self._waiting
+
+    def next_forward(self, ddp: DistributedDataParallel, fresh: bool, after: bool = False) -> Forward:
         """What is collective in the forward that is about to run.
 
         Arguments:
             ddp: the model.
+            fresh: no model of the process group waits for its backward.
             after: ask for the part after the computation (a buffer comm hook
                 placed at ``POST_FORWARD``).
         """
         grad = torch.is_grad_enabled()
         return Forward(
+            fresh,
             self.number,
             rebuild=grad and not after and self._rebuild_is_due(ddp),
             buffers=ddp._check_sync_bufs_post_fwd() if after else ddp._check_sync_bufs_pre_fwd(),

@@ -44,6 +44,9 @@ class Forward(NamedTuple):
     """What is collective in one forward of a model.
 
     Arguments:
+        fresh: it begins a step. A forward of a rank that has already run one
+            whose backward is still to come is not; those win, so that ranks
+            which have come apart pair whole steps.
         model: number of the model in its process group.
         rebuild: the one-time bucket rebuild takes place in it.
         buffers: buffers are broadcast in it.
@@ -51,6 +54,7 @@ class Forward(NamedTuple):
             sets ``require_forward_param_sync``.
     """
 
+    fresh: bool
     model: int
     rebuild: bool
     buffers: bool
@@ -102,7 +106,7 @@ class _Ballot(NamedTuple):
     models: int  # number of models that every rank has
 
 
-# Layout of the first integer: kind, detail, rank. 2**20 ranks, 2**34 details.
+# Layout of the first integer: kind, detail, rank. 2**20 ranks, 2**36 details.
 _RANK_BITS = 20
 _DETAIL_BITS = 36
 _SITE_BITS = 32
@@ -485,7 +489,8 @@ def _unpack(numbers: List[int]) -> _Ballot:
 def _pack_forward(forward: Forward, behind: bool) -> int:
     # A voter that is behind wins among equal forwards, so that all see that it must catch up first.
     return (
-        forward.model << 4
+        int(forward.fresh) << (_DETAIL_BITS - 1)
+        | forward.model << 4
         | int(not forward.rebuild) << 3
         | int(not forward.buffers) << 2
         | int(not forward.sync) << 1
@@ -495,7 +500,13 @@ def _pack_forward(forward: Forward, behind: bool) -> int:
 
 def _unpack_forward(detail: int) -> Tuple[Forward, bool]:
     return (
-        Forward(detail >> 4, not detail & 8, not detail & 4, not detail & 2),
+        Forward(
+            bool(detail >> (_DETAIL_BITS - 1)),
+            (detail & (1 << _DETAIL_BITS - 1) - 1) >> 4,
+            not detail & 8,
+            not detail & 4,
+            not detail & 2,
+        ),
         not detail & 1,
     )
 
