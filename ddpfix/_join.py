@@ -167,6 +167,7 @@ def _first_gradient(shadow: Shadow, synchronised: bool) -> None:
     rendezvous = entry[1]
     _state.loops.trained(rendezvous, synchronised)
     _state.at_exit.goes_on()
+    rendezvous.open = True
     if not synchronised or not rendezvous.live or ddp._join_config.enable:
         return
     if shadow.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

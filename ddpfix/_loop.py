@@ -267,12 +267,13 @@ class Loops:
             What was trained in the loop that has ended with it; empty where none has.
         """
         feed = _feed_of(iterator)
-        trained_on_last = self._note_training(feed)
-        handed, created, trained = feed.handed, feed.created, feed.trained
-        if not handed:
-            trained = self._trained_before(feed) or self._expects_training()
-        elif not trained_on_last:
-            trained = set()  # look-ahead: that batch is still to be trained on
+        # Whether the last batch was trained on must not matter: a rank may have skipped
+        # its own (``continue``), and all ranks have to come to the same answer. A loop
+        # that holds a batch back and trains on it afterwards meets the others here, too.
+        self._note_training(feed)
+        created, trained = feed.created, self._trained_before(feed)
+        if not trained and not feed.handed:
+            trained = self._expects_training()
         feed.reset()
         if not trained or threading.get_ident() != self._thread:
             return set()  # nothing to end, or a prefetch thread reads ahead
@@ -283,16 +284,15 @@ class Loops:
 
     # -- the rules -------------------------------------------------------------
 
-    def _note_training(self, feed: _Feed) -> bool:
-        """Note what was trained on the last batch of ``feed``; whether anything was."""
+    def _note_training(self, feed: _Feed) -> None:
+        """Note what was trained on the last batch of ``feed``."""
         if not feed.handed or self.steps == feed.steps_then:
-            return False
+            return
         subjects = {s for s, step in self._last_step.items() if step > feed.steps_then}
         feed.trained |= subjects
         owner = feed.owner() if feed.owner is not None else None
         if owner is not None:
             self._trained_by.setdefault(owner, weakref.WeakSet()).update(subjects)
-        return True
 
     def _trained_before(self, feed: _Feed) -> Set[Any]:
         """What this loader has trained so far, in earlier passes too."""

@@ -111,7 +111,6 @@ _RANK_BITS = 20
 _DETAIL_BITS = 36
 _SITE_BITS = 32
 
-
 # The last votes of process groups that are gone. A worker thread of gloo may hold
 # the tensor of a vote a moment longer than we do, and then needs the GIL to free
 # it, while the destructor of the process group waits for that thread with the GIL
@@ -320,19 +319,23 @@ class Rendezvous:
                 if result.kind is kind:
                     return result
                 continue  # the others are at their loop end, and go; this rank leaves later
-            site, can_shadow = _unpack_site(result.detail)
+            won = _unpack_collective(result.detail)
             # A rank at its loop end goes on, unless the others are still in the loop it has left.
-            stays = can_shadow and site in self._sites_in_loop
-            if result.loop_end and self._somebody_goes(kind is Kind.LOOP_END and not stays, can_shadow):
+            stays = won.shadowable and bool(won.in_loop or won.site in self._sites_in_loop)
+            goes = kind is Kind.LOOP_END and not stays
+            if result.loop_end and (not won.shadowable or self._somebody(goes)):
                 # It goes first; what was voted for is voted for again.
-                if kind is Kind.LOOP_END and not stays:
+                if goes:
                     return result
                 continue
             if collective is not None:
-                if not joined or site == collective.site or not stays:
+                # Nobody has shadowed a step: today's pairing, whatever the call sites. Yet a
+                # barrier never pairs with anything else; it goes first, and the others mirror it.
+                same_operation = collective.shadowable or not won.shadowable
+                if same_operation and (not joined or won.site == collective.site or not stays):
                     return result
                 # Joined: the others are still in the loop that this rank has left.
-            if not can_shadow:  # only a rank that is leaving comes here
+            if not won.shadowable:  # only a rank that is leaving comes here
                 logger.warning(
                     "rank %d has ended its training and cannot take part in a collective that "
                     "another rank still calls; that rank will fail as it does without ddpfix",
@@ -350,15 +353,18 @@ class Rendezvous:
             )
         return self.models[number]
 
-    def _somebody_goes(self, this_rank_goes: bool, can_shadow: bool) -> bool:
-        """Agree, in a second vote, on whether a rank at its loop end goes on from here."""
-        if not can_shadow:
-            return True
-        tensor = torch.tensor([0 if this_rank_goes else 1], dtype=torch.int64, device=self.device)
+    def _somebody(self, this_rank: bool) -> bool:
+        """Agree, in a second vote, on whether something holds for any rank."""
+        tensor = torch.tensor([0 if this_rank else 1], dtype=torch.int64, device=self.device)
         all_reduce_min(self.group, tensor).wait()
         return int(tensor.item()) == 0
 
     def _all_catch_up(self, result: _Ballot) -> None:
+        if result.source >= self.world_size:
+            raise RuntimeError(
+                "ddpfix: every rank of the process group lacks steps that another one has trained; this "
+                "happens when ranks train several models in different orders at the same time"
+            )
         self._catch_up(result.source, result.models)
         self._behind = False
 
@@ -512,11 +518,19 @@ def _unpack_forward(detail: int) -> Tuple[Forward, bool]:
 
 
 def _pack_collective(collective: Collective, joined: bool) -> int:
-    # Those not joined are still in their loop and come first.
+    # Those not joined are still in their loop and come first; then what others can take
+    # part in; then what stands in a loop.
     return (
-        int(joined) << (_SITE_BITS + 1) | collective.site << 1 | int(not collective.shadowable)
+        int(joined) << (_SITE_BITS + 2)
+        | int(not collective.shadowable) << (_SITE_BITS + 1)
+        | int(not collective.in_loop) << _SITE_BITS
+        | collective.site
     )
 
 
-def _unpack_site(detail: int) -> Tuple[int, bool]:
-    return detail >> 1 & (1 << _SITE_BITS) - 1, not detail & 1
+def _unpack_collective(detail: int) -> Collective:
+    return Collective(
+        detail & (1 << _SITE_BITS) - 1,
+        not detail >> (_SITE_BITS + 1) & 1,
+        not detail >> _SITE_BITS & 1,
+    )

@@ -825,6 +825,39 @@ def barrier_every_second_step(ctx: Context) -> Trained:
     return Trained([model], [optimizer])
 
 
+@script(stock=HANGS, join=FAILS, simulated="epoch", optimizers=("sgd", "adam"), uneven=((1, 4, 2), (3, 0, 2)))
+def barrier_per_step_few_batches(ctx: Context) -> Trained:
+    """A rank meets the others' barriers though it has hardly, or never, been in the loop itself."""
+    model, optimizer = ctx.build()
+    loader = ctx.loader()
+    for epoch in ctx.epochs:
+        ctx.sampler.set_epoch(epoch)
+        with ctx.join(model):
+            for x, y in loader:
+                dist.barrier()
+                train_step(model, optimizer, x, y)
+    return Trained([model], [optimizer])
+
+
+@script(stock=HANGS, join=FAILS, uneven=((5, 0, 1), (2, 4, 1)), optimizers=("sgd", "adam"))
+def barrier_in_the_loop_average_after(ctx: Context) -> Trained:
+    """A barrier of the loop must not meet the all-reduce that follows it."""
+    model, optimizer = ctx.build()
+    loader = ctx.loader()
+    values = []
+    for epoch in ctx.epochs:
+        ctx.sampler.set_epoch(epoch)
+        total = torch.zeros(1)
+        with ctx.join(model):
+            for step, (x, y) in enumerate(loader):
+                total += train_step(model, optimizer, x, y)
+                if step % 2 == 1:
+                    dist.barrier()
+        dist.all_reduce(total)
+        values.append(total.item())
+    return Trained([model], [optimizer], values)
+
+
 @script(stock=FINISHES, join=None, as_stock=True)
 def stop_flag(ctx: Context) -> Trained:
     """ESPnet, AllenNLP, Composer: the ranks tell each other that one has run out, and stop together."""
