@@ -45,8 +45,10 @@ def note(script: Script, world: int, column: str, text: str) -> None:
 
 def even(script: Script, world: int, mode: str) -> list[Case]:
     # All optimizers would show nothing more: nothing of them is touched on even inputs.
-    optimizers = script.optimizers[:1] if mode == JOIN else dict.fromkeys((script.optimizers[0], script.optimizers[-1])) if world == 2 else script.optimizers[-1:]
-    return [Case(script.name, world, mode, script.even, optimizer, mode == JOIN and script.join == FAILS) for optimizer in optimizers]
+    first, last = script.optimizers[0], script.optimizers[-1]
+    optimizers = (first,) if mode == JOIN else (last,) if world == 3 else tuple(dict.fromkeys((first, last)))
+    hang = mode == JOIN and script.join == FAILS
+    return [Case(script.name, world, mode, script.even, optimizer, hang) for optimizer in optimizers]
 
 
 def uneven(script: Script, world: int, mode: str) -> list[Case]:
@@ -144,7 +146,8 @@ def unequal_ranks(values: list[dict[str, Any]], buffers: bool = True) -> str | N
 
 def _without_local_values(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_local_values(v) for k, v in value.items() if k != "prev_loss" and ".running_" not in str(k) and ".num_batches" not in str(k)}
+        local = ("prev_loss", ".running_mean", ".running_var", ".num_batches_tracked")
+        return {k: _without_local_values(v) for k, v in value.items() if not str(k).endswith(local)}
     return [_without_local_values(v) for v in value] if isinstance(value, list) else value
 
 
