@@ -271,7 +271,11 @@ class Loops:
         # its own (``continue``), and all ranks have to come to the same answer. A loop
         # that holds a batch back and trains on it afterwards meets the others here, too.
         self._note_training(feed)
-        created, trained = feed.created, self._trained_before(feed)
+        created, trained = feed.created, set(feed.trained)
+        if not trained:
+            # No batch of this pass was trained on here; one loader may feed several
+            # models in turn, so what it has fed before is only the second best answer.
+            trained = self._trained_before(feed)
         if not trained and not feed.handed:
             trained = self._expects_training()
         feed.reset()
