@@ -272,12 +272,11 @@ class Loops:
         # that holds a batch back and trains on it afterwards meets the others here, too.
         self._note_training(feed)
         created, trained = feed.created, set(feed.trained)
-        if not trained:
-            # No batch of this pass was trained on here; one loader may feed several
-            # models in turn, so what it has fed before is only the second best answer.
-            trained = self._trained_before(feed)
-        if not trained and not feed.handed:
-            trained = self._expects_training()
+        if not feed.handed:
+            # A rank without any batch has to meet the others, too. Where there were
+            # batches and none was trained on, this was no training loop: rank 0 alone
+            # may evaluate on its training data.
+            trained = self._trained_before(feed) or self._expects_training()
         feed.reset()
         if not trained or threading.get_ident() != self._thread:
             return set()  # nothing to end, or a prefetch thread reads ahead

@@ -7,7 +7,7 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DDPFIX, Ranks
+from ranks import DDPFIX, STOCK, Ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -39,6 +39,30 @@ def train(rank: int, world_size: int, mode: str, from_list: bool = False, barrie
         return lambda: (picture(), None)  # called when the process group has been left
     step(torch.ones(2, 4))
     return after_the_loop, picture()
+
+
+def rank_0_looks_at_its_training_data(rank: int, world_size: int, mode: str) -> Any:
+    """A pass over the training loader on one rank, between even epochs."""
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    loader = DataLoader(list(torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))), batch_size=2)
+    seen = []
+    for _ in range(3):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            optimizer.step()
+        if rank == 0:
+            for batch in loader:
+                with torch.no_grad():
+                    seen.append(model(batch).sum().item())
+    return seen, [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_pass_without_training_is_no_training_loop(ranks: Ranks) -> None:
+    for stock, ours in zip(*(ranks.run(rank_0_looks_at_its_training_data, 2, mode).values for mode in (STOCK, DDPFIX))):
+        assert ours[0] == stock[0] and all(map(torch.equal, ours[1], stock[1]))
 
 
 def same(values: list[Any]) -> list[bool]:
