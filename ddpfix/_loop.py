@@ -210,6 +210,8 @@ class Loops:
         self._trained_by: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = (
             weakref.WeakKeyDictionary()
         )
+        # The ``for`` statements that have trained something: code and offset.
+        self._training_sites: Set[Tuple[types.CodeType, int]] = set()
         self._verdicts: Dict[Tuple[Any, ...], bool] = {}
 
     def trained(self, subject: Any, synchronised: bool) -> None:
@@ -272,16 +274,24 @@ class Loops:
         # that holds a batch back and trains on it afterwards meets the others here, too.
         self._note_training(feed)
         created, trained = feed.created, set(feed.trained)
-        if not feed.handed:
-            # A rank without any batch has to meet the others, too. Where there were
-            # batches and none was trained on, this was no training loop: rank 0 alone
-            # may evaluate on its training data.
-            trained = self._trained_before(feed) or self._expects_training()
+        without_batches = not feed.handed
+        before = self._trained_before(feed)
         feed.reset()
-        if not trained or threading.get_ident() != self._thread:
-            return set()  # nothing to end, or a prefetch thread reads ahead
+        if not (trained or without_batches) or threading.get_ident() != self._thread:
+            # There were batches and none was trained on: no training loop (rank 0 alone may
+            # evaluate on its training data). Or a prefetch thread reads ahead.
+            return set()
         statement = for_statement(_asker(frame, iterator))
         if statement is None or self._in_body(statement.frame, feed):
+            return set()
+        if without_batches:
+            # A rank without any batch has to meet the others, too; but an empty loader
+            # beside loops that are known to train is some other one.
+            site = (statement.frame.f_code, statement.start)
+            trained = before
+            if not trained and (site in self._training_sites or not self._training_sites):
+                trained = self._expects_training()
+        if not trained:
             return set()
         return trained if self._ends_its_for(iterator, created, statement) else set()
 
@@ -293,6 +303,8 @@ class Loops:
             return
         subjects = {s for s, step in self._last_step.items() if step > feed.steps_then}
         feed.trained |= subjects
+        if subjects and feed.where is not None and len(self._training_sites) < 256:
+            self._training_sites.add((feed.where[1], feed.where[2]))
         owner = feed.owner() if feed.owner is not None else None
         if owner is not None:
             self._trained_by.setdefault(owner, weakref.WeakSet()).update(subjects)
