@@ -142,20 +142,15 @@ def _copy_training_state(
     their_schedulers = [s for s in schedulers if any(getattr(s, "optimizer", None) is o for o in mine)]
     am_source = dist.get_rank(group) == source
     tensors: List[torch.Tensor] = []
-    package: List[Any] = [None]
+    package: Dict[str, Any] = {}
     if am_source:
-        package = [
-            {
-                "optimizers": [_pack(_state_of(optimizer), tensors) for optimizer in mine],
-                "schedulers": [_pack(_picklable(s.state_dict()), tensors) for s in their_schedulers],
-                "scalers": [_pack(_picklable(s.state_dict()), tensors) for s in scalers],
-                "slots": [(tuple(t.shape), t.dtype, t.device.type == "cpu") for t in tensors],
-            }
-        ]
-    dist.broadcast_object_list(
-        package, src=dist.get_global_rank(group, source), group=group, device=_device_of_votes(group, device)
-    )
-    received = package[0]
+        package = {
+            "optimizers": [_pack(_state_of(optimizer), tensors) for optimizer in mine],
+            "schedulers": [_pack(_picklable(s.state_dict()), tensors) for s in their_schedulers],
+            "scalers": [_pack(_picklable(s.state_dict()), tensors) for s in scalers],
+            "slots": [(tuple(t.shape), t.dtype, t.device.type == "cpu") for t in tensors],
+        }
+    received = _broadcast_pickled(package, group, source, _device_of_votes(group, device))
     travelling: List[torch.Tensor] = []
     for index, (shape, dtype, on_cpu) in enumerate(received["slots"]):
         where = device if on_device_only or not on_cpu else torch.device("cpu")
@@ -174,6 +169,24 @@ def _copy_training_state(
     for scaler, state in zip(scalers, received["scalers"]):
         if state:
             scaler.load_state_dict(_unpack(state, None, travelling))
+
+
+def _broadcast_pickled(value: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    # Not broadcast_object_list: it needs numpy (torch 2.13, _tensor_to_object), which torch does not require.
+    am_source = dist.get_rank(group) == source
+    source = dist.get_global_rank(group, source)
+    data = bytearray(pickle.dumps(value) if am_source else b"")
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=source, group=group)
+    if not am_source:
+        data = bytearray(int(length.item()))
+    on_host = torch.frombuffer(data, dtype=torch.uint8)
+    travelling = on_host.to(device)
+    dist.broadcast(travelling, src=source, group=group)
+    if am_source:
+        return value
+    on_host.copy_(travelling)
+    return pickle.loads(data)
 
 
 def _state_of(optimizer: Any) -> Dict[str, Any]:
