@@ -24,8 +24,13 @@ __all__ = ["patch", "unpatch", "status", "__version__"]
 try:
     _switches.current()
 except _switches.SwitchError as _error:
-    print(f"ddpfix: {_error}", file=sys.stderr)
-    raise SystemExit(2) from None
+    # While `python -m` looks for the module, argv[0] is "-m". These three only answer a question, and a --path that came out empty
+    # in PYTHONPATH="$(...)" would let the job run without ddpfix; the job's own processes will refuse the switch.
+    if sys.argv[:1] == ["-m"] and sys.argv[1:] in (["--path"], ["--help"], ["--version"]):
+        _switches.turn_off()
+    else:
+        print(f"ddpfix: {_error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 # "import", or what the bootstrap writes over it
 _switched_on_by = "import" if _switches.current().enabled else "off"

@@ -187,9 +187,6 @@ def _status() -> str:
     known = {*state["switches"], _switches.LAUNCHED_BY}
     lines.extend((name, "unknown, ignored") for name in sorted(os.environ) if name.startswith("DDPFIX") and name not in known)
     lines.extend((f"patch {name}", value) for name, value in state["patches"].items())
-    for key in state:
-        if key.endswith("_details"):
-            lines.extend((f"patch {key[: -len('_details')]} {name}", value) for name, value in state[key].items())
     return "\n".join(f"{name}: {value}" for name, value in lines)
 
 

@@ -147,6 +147,7 @@ class Rendezvous:
         self.leaves_together = False
         self.votes = 0
         self.steps_shadowed = 0
+        self._told = 0  # of these, the steps that the log knows of
         self._behind = False
         self._catch_up = catch_up
         self._ballots: Dict[Tuple[int, ...], torch.Tensor] = {}
@@ -255,6 +256,13 @@ class Rendezvous:
 
     def _met(self) -> None:
         self.open = False
+        if self.steps_shadowed > self._told:
+            logger.info(
+                "rank %d had run out of batches and shadowed %d steps of other ranks; it is up to date again",
+                self.rank,
+                self.steps_shadowed - self._told,
+            )
+            self._told = self.steps_shadowed
         for model in self._held:
             self.models[model].release()
         self._held.clear()

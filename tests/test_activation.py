@@ -127,6 +127,14 @@ def test_an_invalid_switch_ends_every_way_in_with_code_2(how: str, script: Any) 
     assert result.stderr.strip().splitlines() == [f"ddpfix: {_switches._invalid('DDPFIX', 'maybe')}"]
 
 
+@pytest.mark.parametrize("question", ["--path", "--help", "--version"])
+def test_a_question_is_answered_whatever_the_switches_say(question: str) -> None:
+    # PYTHONPATH="$(python -m ddpfix --path)" must not come out empty: the job would run without ddpfix, and hang.
+    asked = python("-m", "ddpfix", question, env=environment(DDPFIX="maybe"))
+    assert asked.stderr == ""
+    assert asked.stdout == python("-m", "ddpfix", question, env=environment()).stdout != ""
+
+
 FAKE_TORCH = """
     __version__ = "2.99"
 """

@@ -45,6 +45,12 @@ class Ended(NamedTuple):
     def finished(self) -> bool:
         return self.said.startswith("trained on")
 
+    def told(self) -> str:
+        """One line for the terminal."""
+        if self.finished:
+            return self.said
+        return f"hangs at {self.sat}" if self.sat else f"fails: {self.said[:160]}"
+
 
 def run(fix: bool) -> List[Ended]:
     """Run the script on two ranks.
@@ -118,16 +124,11 @@ def main() -> int:
     without = run(fix=False)
     print("without ddpfix:")
     for rank, ended in enumerate(without):
-        if ended.finished:
-            print(f"  rank {rank}: {ended.said}")
-        elif ended.sat:
-            print(f"  rank {rank}: hangs at {ended.sat}")
-        else:
-            print(f"  rank {rank}: fails: {ended.said[:160]}")
+        print(f"  rank {rank}: {ended.told()}")
     fixed = run(fix=True)
     print("with ddpfix:")
     for rank, ended in enumerate(fixed):
-        print(f"  rank {rank}: {ended.said if ended.finished else 'fails at ' + (ended.sat or ended.said)}")
+        print(f"  rank {rank}: {ended.told()}")
     if not all(ended.finished for ended in fixed):
         print("\nddpfix did not help here; please report the output of `python -m ddpfix --status`")
         return 1
