@@ -41,6 +41,10 @@ def own(rank: int, world_size: int, mode: str, folder: str) -> dict[str, str]:
     dist.destroy_process_group()
     results: dict[str, str] = {}
     for name in sorted(name for name in dir(Own) if name.startswith(PREFIXES)):
+        if getattr(getattr(Own, name), "__unittest_skip__", False):
+            # Torch's own verdict on this machine: among them are tests that race (test_barrier_timeout_arg on Linux).
+            results[name] = f"skipped ({getattr(Own, name).__unittest_skip_why__})"
+            continue
         seconds = torch_own.CUSTOM_PG_TIMEOUT.get(name, 60)
         case = Own(name)
         case.rank, case.file_name = rank, os.path.join(folder, name)
