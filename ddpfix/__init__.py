@@ -18,7 +18,7 @@ from ddpfix import _arrival, _switches
 
 __version__ = "0.1.0"
 
-__all__ = ["patch", "unpatch", "status", "__version__"]
+__all__ = ["patch", "unpatch", "status", "CollectiveMismatchError", "__version__"]
 
 # Any module of this package imports this file first, so the switch must be read before anything else happens.
 try:
@@ -94,6 +94,15 @@ def status() -> dict[str, object]:
     from ddpfix import _patches
 
     return _patches.status()
+
+
+def __getattr__(name: str) -> object:
+    # Not imported above: it would bring in the typing module, in every process.
+    if name == "CollectiveMismatchError":
+        from ddpfix._pairing import CollectiveMismatchError
+
+        return CollectiveMismatchError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _apply_at_arrival() -> None:

@@ -21,12 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _catch_up, _switches
+from . import _catch_up, _collectives, _switches
+from ._collectives import COLLECTIVES, Operation
 from ._leave import AtExit, Departure, in_error
-from ._loop import Loops, install_iter
+from ._loop import Loops, call_site, install_iter, place
 from ._loop import install as install_loops
+from ._pairing import Call
 from ._shadow import NEEDED, NEEDED_OF_REDUCER, Shadow, why_not
-from ._vote import Collective, Forward, Rendezvous, call_site, inner, inside
+from ._store import GroupStore
+from ._vote import Collective, Forward, Rendezvous, inner, inside
+from ._watch import Watch
 
 if TYPE_CHECKING:
     from ._patches import Places
@@ -34,36 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ddpfix")
 
 NAME = "join"
-
-# Collectives that all ranks of a group call; the names of torch 2.1 to 2.15,
-# those missing in the torch at hand are passed over. monitored_barrier is not
-# here: scripts use its timeout to find out that a rank has finished.
-COLLECTIVES = (
-    "_all_gather_base",
-    "_reduce_scatter_base",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "new_group",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-    "split_group",
-)
 
 _C10D = "torch.distributed.distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
@@ -75,19 +49,21 @@ class _State:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.meetings: Dict[Any, Tuple[Rendezvous, Departure]] = {}
+        self.watches: Dict[Any, Watch] = {}
         self.models: weakref.WeakKeyDictionary[Any, Tuple[Shadow, Rendezvous]] = (
             weakref.WeakKeyDictionary()
         )
         self.shadows: Dict[Any, List[Shadow]] = {}
+        self.sent = _collectives.Kept()
         self.loops = Loops(self._loop_ended, self._expects_training)
         self.at_exit = AtExit(self.leave_all)
 
-    def _loop_ended(self, trained: Set[Rendezvous]) -> None:
+    def _loop_ended(self, trained: Set[Rendezvous], where: str) -> None:
         # In the order in which all ranks have made them; not on the process groups of
         # other models: their ranks may be training, and this rank with them soon.
         for rendezvous, _ in self.live_meetings():
             if rendezvous in trained:
-                rendezvous.loop_end()
+                rendezvous.loop_end(where)
 
     def _expects_training(self) -> Set[Rendezvous]:
         if not torch.is_grad_enabled():
@@ -111,6 +87,9 @@ class _State:
         meeting = self.meetings.pop(group, None)
         if meeting is not None:
             meeting[0].close()
+        watch = self.watches.pop(group, None)
+        if watch is not None:
+            watch.stop()
         for shadow in self.shadows.pop(group, []):
             shadow.detach()
 
@@ -139,8 +118,25 @@ def _take_in(ddp: DistributedDataParallel) -> None:
         def catch_up(source: int, models: int) -> None:
             _catch_up.catch_up(group, source, shadows[:models], on_device_only)
 
-        rendezvous = Rendezvous(group, ddp.device if on_device_only else torch.device("cpu"), catch_up)
-        meeting = _state.meetings[group] = (rendezvous, Departure(rendezvous))
+        device = ddp.device
+
+        def mirror(call: Call) -> None:
+            assert call.mirror is not None
+            sent = _state.sent.get(call.site, call.signature) if call.source == dist.get_rank() else None
+            with inner():
+                _collectives.take_part(call.mirror, device, sent, call.where)
+
+        rendezvous = Rendezvous(
+            group,
+            device if on_device_only else torch.device("cpu"),
+            catch_up,
+            mirror,
+            _state.sent.places,
+        )
+        store = GroupStore(group)
+        meeting = _state.meetings[group] = (rendezvous, Departure(rendezvous, store))
+        if _switches.current().watch:
+            _state.watches[group] = _watch_over(rendezvous, store)
         _state.shadows[group] = shadows
         _trace_around_the_vote()
         _state.at_exit.arm()
@@ -154,6 +150,27 @@ def _take_in(ddp: DistributedDataParallel) -> None:
     rendezvous.add(shadow)
     _state.models[ddp] = (shadow, rendezvous)
     _state.loops.runs_here()
+
+
+def _watch_over(rendezvous: Rendezvous, store: GroupStore) -> Watch:
+    rank = dist.get_rank()
+    this = weakref.ref(rendezvous)  # the thread keeps no process group alive
+
+    def waiting_since() -> Optional[float]:
+        meeting = this()
+        return meeting.waiting_since if meeting is not None else None
+
+    def stands() -> str:
+        meeting = this()
+        if meeting is None:
+            return f"rank {rank} has left"
+        words = f"rank {rank} {meeting.last_vote()}"
+        if meeting.waiting_since is None:
+            frame = sys._current_frames().get(_state.loops.thread or 0)
+            words += f", and is now at {place(frame)}"
+        return words
+
+    return Watch(store, rendezvous.rank, rendezvous.world_size, waiting_since, stands, _switches.current().watch)
 
 
 def _first_gradient(shadow: Shadow, synchronised: bool) -> None:
@@ -272,7 +289,9 @@ def _install_on_ddp(places: Places) -> None:
                     group = _group_of_constructor(original, (self, *args), kwargs)
                 except Exception:
                     group = None  # bad arguments: torch says so itself
-                _meet(group, sys._getframe(1), shadowable=False, only=True)
+                if group is not None:
+                    constructor = functools.partial(_collectives.unique, "the constructor of DistributedDataParallel")
+                    _meet(group, sys._getframe(1), constructor, only=True)
             with inner():
                 original(self, *args, **kwargs)
             if not inside():
@@ -321,20 +340,19 @@ def _install_on_ddp(places: Places) -> None:
 # -- collectives of the script -----------------------------------------------------
 
 
-def _meet(group: Any, frame: Any, shadowable: bool, only: bool = False) -> None:
-    """Vote on each process group of DDP models that lies within ``group``.
+def _concerned(group: Any, only: bool = False) -> List[Rendezvous]:
+    """The meetings whose ranks all take part in a collective on ``group``.
 
     Arguments:
-        group: the process group of the collective, or ``None`` for nobody.
-        frame: the script's frame.
-        shadowable: whether a rank that has run out can take part in the collective.
-        only: vote on ``group`` itself and no other.
+        group: the process group of the collective.
+        only: that of ``group`` itself and no other.
     """
     meetings = _state.live_meetings()
-    if not meetings or group is None or not _state.loops.on_training_thread:
-        return
+    if not meetings or not _state.loops.on_training_thread:
+        return []
     if _in_backward() or DistributedDataParallel._active_ddp_module is not None:
-        return  # inside a model: the step as a whole was voted for
+        return []  # inside a model: the step as a whole was voted for
+    found = []
     members = None
     for rendezvous, _ in meetings:
         if group is not rendezvous.group:
@@ -344,14 +362,65 @@ def _meet(group: Any, frame: Any, shadowable: bool, only: bool = False) -> None:
                 members = set(dist.get_process_group_ranks(group))
             if not members.issuperset(dist.get_process_group_ranks(rendezvous.group)):
                 continue
-        can_shadow = shadowable and group is rendezvous.group
-        in_loop = _state.loops.calls_from_inside(frame)
-        rendezvous.collective(Collective(call_site(frame), can_shadow, in_loop))
+        found.append(rendezvous)
+    return found
+
+
+def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool = False) -> None:
+    """Vote on each process group of DDP models that lies within ``group``.
+
+    Arguments:
+        group: the process group of the collective.
+        frame: the script's frame.
+        describe: tells what it is.
+        only: vote on ``group`` itself and no other.
+    """
+    concerned = _concerned(group, only)
+    if not concerned:
+        return
+    operation = describe()
+    position = _state.loops.position(frame)
+    # What is kept of a vote must keep nothing of the script alive.
+    site, where = call_site(frame), place(frame)
+    sent, operation = operation.sent, operation._replace(sent=None)
+    several = len(concerned) > 1
+
+    def call() -> Call:
+        mirror, reason = operation.mirror, operation.why_not
+        if several:
+            # A rank that mirrors it on behalf of one of them would be missing in the vote of the next.
+            mirror, reason = None, "several process groups of DDP models lie within its process group"
+        return Call(
+            name=operation.name,
+            where=where,
+            site=site,
+            signature=operation.signature,
+            mirror=mirror,
+            barrier=mirror is not None and mirror["name"] == "barrier",
+            asynchronous=operation.asynchronous,
+            in_loop=position.in_body,
+            trains_on=position.trains_on,
+            why_not=reason,
+            reader=operation.reader,
+            source=operation.source,
+        )
+
+    for rendezvous in concerned:
+        rendezvous.collective(
+            Collective(site, operation.signature, call, position.in_body, position.of_loop)
+        )
+    if position.in_body is not False:
+        _state.sent.keep(site, operation.signature, sent)
 
 
 def _in_backward() -> bool:
     # Private, there since torch 2.0; without it comm hooks written in Python would vote.
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _coalescing() -> bool:
+    """Whether collectives are only collected, to be started together (``_coalescing_manager``, torch 2.1 to 2.15)."""
+    return bool(getattr(dist.distributed_c10d._world, "pg_coalesce_state", None))
 
 
 def _install_on_collectives(places: Places) -> None:
@@ -366,17 +435,19 @@ def _install_on_collectives(places: Places) -> None:
             def collective(*args: Any, **kwargs: Any) -> Any:
                 # Traced by torch.compile, the stock function must be seen: dynamo
                 # replaces it by identity with a functional collective.
-                if is_compiling() or not _state.meetings or inside():
+                if is_compiling() or not _state.meetings or inside() or _coalescing():
                     return original(*args, **kwargs)
                 group = kwargs.get("group")
                 if group is None and position is not None and len(args) > position:
                     group = args[position]
                 if group is None:
                     group = dist.group.WORLD
+                assert group is not None
                 if group is not dist.GroupMember.NON_GROUP_MEMBER and not (
                     name == "new_group" and kwargs.get("use_local_synchronization")
                 ):
-                    _meet(group, sys._getframe(1), shadowable=name == "barrier")
+                    describe = functools.partial(_collectives.describe, name, original, args, kwargs, group)
+                    _meet(group, sys._getframe(1), describe)
                 with inner():
                     return original(*args, **kwargs)
 
@@ -427,8 +498,7 @@ def _install_on_join(places: Places) -> None:
         def __enter__(self: Any) -> Any:
             if self._enable:
                 for rendezvous in meetings_of(self):
-                    if rendezvous.live:
-                        rendezvous.collective(Collective(call_site(sys._getframe(1)), False))
+                    _meet(rendezvous.group, sys._getframe(1), lambda: _collectives.unique("join()"), only=True)
                     rendezvous.suspended += 1
             return original(self)
 
@@ -541,9 +611,14 @@ def status() -> Dict[str, Any]:
         "process_groups": [
             {
                 "ranks": dist.get_process_group_ranks(rendezvous.group),
-                "models": len(rendezvous.models),
                 "votes": rendezvous.votes,
-                "steps_shadowed": rendezvous.steps_shadowed,
+                "models": [
+                    {"steps_trained": trained, "steps_shadowed": shadowed}
+                    for trained, shadowed in zip(rendezvous.trained, rendezvous.shadowed)
+                ],
+                "steps_trained": sum(rendezvous.trained),
+                "steps_shadowed": sum(rendezvous.shadowed),
+                "seconds_shadowing": round(rendezvous.seconds_waited, 3),
                 "off": rendezvous.dissolved,
             }
             for rendezvous, _ in _state.meetings.values()

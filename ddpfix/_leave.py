@@ -16,11 +16,12 @@ import multiprocessing.util
 import os
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
 
+from ._store import GroupStore
 from ._vote import Rendezvous
 
 if TYPE_CHECKING:
@@ -28,30 +29,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ddpfix")
 
-_generations: Dict[Tuple[int, ...], int] = {}
-
 
 class Departure:
     """The leaving of one process group, with word of it in the group's store.
 
     Arguments:
         rendezvous: the meeting to leave.
+        store: where word of it is left.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(self, rendezvous: Rendezvous, store: GroupStore) -> None:
         self._rendezvous = rendezvous
-        ranks = tuple(dist.get_process_group_ranks(rendezvous.group))
-        # torchrun keeps one store over destroy_process_group and a new
-        # init_process_group; each gets keys of its own.
-        generation = _generations[ranks] = _generations.get(ranks, 0) + 1
-        self._key = f"ddpfix/{'-'.join(map(str, ranks))}/{generation}/left"
+        self._store = store
         self._left = False
-        self._store: Optional[Any] = None
-        try:
-            # Private, since 1.x. Without it a rank that waits in vain waits for its patience.
-            self._store = dist.distributed_c10d._get_default_store()
-        except Exception:
-            logger.debug("no store to announce leaving in", exc_info=True)
 
     def leave(self) -> None:
         """Shadow the others until they leave, where they may need this rank; tell that it has left."""
@@ -61,20 +51,14 @@ class Departure:
         rendezvous = self._rendezvous
         if rendezvous.live and (rendezvous.open or rendezvous.leaves_together):
             rendezvous.leave(patience_of(rendezvous.group, rendezvous.device), self._others_left)
-        try:
-            if self._store is not None:
-                self._store.add(self._key, 1)
-        except Exception:  # the store went with the rank that hosted it
-            logger.debug("could not announce leaving", exc_info=True)
+        self._store.add("left", 1)
 
     def _others_left(self) -> bool:
-        if self._store is None:
+        if not self._store.exists:
             return False
-        try:
-            # Store.check is not in Python before torch 2.2; adding nothing reads the counter.
-            return bool(self._store.add(self._key, 0) >= self._rendezvous.world_size - 1)
-        except Exception:
-            return True  # the store went with the rank that hosted it
+        left = self._store.add("left", 0)
+        # A store that does not answer has gone with the rank that hosted it.
+        return left is None or left >= self._rendezvous.world_size - 1
 
 
 def patience_of(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""When a training loop has ended: the rules, and the DataLoader hooks that feed them.
+"""Where a script stands, and when a training loop has ended: the rules, and the DataLoader hooks that feed them.
 
 ``StopIteration`` from a DataLoader is a hint, not a proof. A plain ``for`` that
 it ends is over for good; a prefetching wrapper, a restarting ``next()`` or
@@ -16,10 +16,12 @@ import functools
 import gc
 import itertools
 import logging
+import os
 import sys
 import threading
 import types
 import weakref
+import zlib
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ _NEVER_FALLS_THROUGH = {
     )
     if name in dis.opmap
 }
+
+_RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
 
 # Iterators written in C stand between a loader and a ``for`` without a frame of
 # their own. These end with the iterator they read from; every other one
@@ -102,6 +106,26 @@ class _Instructions:
             if at in self.target:
                 pending.append(self.target[at])
             if opcode not in _NEVER_FALLS_THROUGH and at in self.following:
+                pending.append(self.following[at])
+        return False
+
+
+    def leaves_early(self, start: int, end: int) -> bool:
+        """Whether the ``for`` from ``start`` to ``end`` can be left otherwise than by its last item.
+
+        ``break`` and ``return`` count; an exception does not.
+        """
+        pending, seen = [self.following.get(start, -1)], {start}
+        while pending:
+            at = pending.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            if not start < at < end or self.opcode.get(at) in _RETURNS:
+                return True
+            if at in self.target:
+                pending.append(self.target[at])
+            if self.opcode[at] not in _NEVER_FALLS_THROUGH and at in self.following:
                 pending.append(self.following[at])
         return False
 
@@ -185,26 +209,40 @@ class _Feed:
         self.where: Optional[Tuple[int, types.CodeType, int, int]] = None
 
 
+class Position(NamedTuple):
+    """Where a call stands, as far as loops go.
+
+    Arguments:
+        in_body: in the body of a training loop; ``None`` where that is not known.
+        trains_on: and that loop is left only with its last batch.
+        of_loop: a training loader has batches left, so the call may well belong to the loop that it feeds.
+    """
+
+    in_body: Optional[bool]
+    trains_on: bool = False
+    of_loop: bool = False
+
+
 class Loops:
     """The training loops of this process.
 
     Arguments:
         on_end: called, on the training thread, when a plain ``for`` over a
             DataLoader that fed training steps has ended, with what was trained
-            in it (the subjects given to :meth:`trained`).
+            in it (the subjects given to :meth:`trained`) and the place in the script.
         expects_training: what an empty loader may have been meant to train:
             asked only when a plain ``for`` got no batch at all from a loader
             that never fed a training step.
     """
 
     def __init__(
-        self, on_end: Callable[[Set[Any]], None], expects_training: Callable[[], Set[Any]]
+        self, on_end: Callable[[Set[Any], str], None], expects_training: Callable[[], Set[Any]]
     ) -> None:
         self.steps = 0
         self._knows_loops = False
         self.on_end = on_end
         self._expects_training = expects_training
-        self._thread: Optional[int] = None
+        self.thread: Optional[int] = None
         self._feeds: weakref.WeakSet[_Feed] = weakref.WeakSet()
         self._last_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._trained_by: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = (
@@ -228,11 +266,11 @@ class Loops:
 
     def runs_here(self) -> None:
         """Take the calling thread for the one that trains."""
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
 
     @property
     def on_training_thread(self) -> bool:
-        return self._thread is None or self._thread == threading.get_ident()
+        return self.thread is None or self.thread == threading.get_ident()
 
     # -- called by the wrappers around the DataLoader ------------------------------
 
@@ -277,12 +315,12 @@ class Loops:
         without_batches = not feed.handed
         before = self._trained_before(feed)
         feed.reset()
-        if not (trained or without_batches) or threading.get_ident() != self._thread:
+        if not (trained or without_batches) or threading.get_ident() != self.thread:
             # There were batches and none was trained on: no training loop (rank 0 alone may
             # evaluate on its training data). Or a prefetch thread reads ahead.
             return set()
         statement = for_statement(_asker(frame, iterator))
-        if statement is None or self._in_body(statement.frame, feed):
+        if statement is None or self._body_around(statement.frame, feed) is not None:
             return set()
         if without_batches:
             # A rank without any batch has to meet the others, too; but an empty loader
@@ -314,29 +352,35 @@ class Loops:
         owner = feed.owner() if feed.owner is not None else None
         return feed.trained | set(self._trained_by.get(owner, ()) if owner is not None else ())
 
-    def calls_from_inside(self, frame: types.FrameType) -> Optional[bool]:
-        """Whether the code at ``frame`` runs in the body of a training loop.
+    def position(self, frame: types.FrameType) -> Position:
+        """Where the code at ``frame`` stands."""
+        body = self._body_around(frame, None)
+        if body is not None:
+            code, start, end = body
+            return Position(True, not _instructions(code).leaves_early(start, end), True)
+        # Loops by explicit next(), and those behind a prefetcher, have no ``for`` that could be seen.
+        feeding = any(self._trains(feed) for feed in list(self._feeds) if feed.where is None)
+        return Position(False if self._knows_loops and not feeding else None, of_loop=feeding)
 
-        Returns:
-            ``None`` where no ``for`` over a DataLoader was ever seen, so that loops are not known here.
-        """
-        return self._in_body(frame, None) if self._knows_loops else None
+    def _trains(self, feed: _Feed) -> bool:
+        """Whether ``feed`` feeds training steps and has not been exhausted."""
+        return bool(feed.handed and (self._trained_before(feed) or self.steps > feed.steps_then))
 
-    def _in_body(self, frame: Optional[types.FrameType], but: Optional[_Feed]) -> bool:
-        """Whether ``frame`` runs in the body of a training loop that still iterates, other than that of ``but``."""
+    def _body_around(
+        self, frame: Optional[types.FrameType], but: Optional[_Feed]
+    ) -> Optional[Tuple[types.CodeType, int, int]]:
+        """The training loop that still iterates, other than that of ``but``, in whose body ``frame`` runs."""
         outer = [
             other.where
             for other in list(self._feeds)
-            if other is not but
-            and other.where is not None
-            and (self._trained_before(other) or self.steps > other.steps_then)
+            if other is not but and other.where is not None and self._trains(other)
         ]
         while outer and frame is not None:
             for ident, code, start, end in outer:
                 if id(frame) == ident and frame.f_code is code and start < frame.f_lasti < end:
-                    return True
+                    return code, start, end
             frame = frame.f_back
-        return False
+        return None
 
     def _ends_its_for(
         self,
@@ -383,6 +427,30 @@ def _asker(frame: Optional[types.FrameType], iterator: object) -> Optional[types
     return frame
 
 
+def call_site(frame: Optional[types.FrameType]) -> int:
+    """Hash of a place in the script, with the places it was called from, below ``2**32``.
+
+    One line of a function that averages metrics is called from inside the loop and from behind it.
+    """
+    site = 0
+    while frame is not None:
+        code = frame.f_code
+        # Not the whole path: it may differ between the machines of a job.
+        spot = f"{os.path.basename(code.co_filename)}:{code.co_name}:{frame.f_lasti};"
+        site = zlib.crc32(spot.encode(), site)
+        frame = frame.f_back
+    return site
+
+
+def place(frame: Optional[types.FrameType]) -> str:
+    """The innermost place outside of torch and ddpfix, in the words of a traceback: ``train.py:57``."""
+    innermost = frame
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "ddpfix"):
+        frame = frame.f_back
+    frame = frame if frame is not None else innermost
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "?"
+
+
 def install(places: Places, loops: Callable[[], Optional[Loops]]) -> None:
     """Place the hooks on torch's DataLoader (``torch.utils.data.dataloader``, torch 2.1 to 2.15).
 
@@ -403,7 +471,12 @@ def install(places: Places, loops: Callable[[], Optional[Loops]]) -> None:
             except StopIteration:
                 trained = _guarded(listening.exhausted, self, frame)
                 if trained:
-                    listening.on_end(trained)
+                    try:
+                        listening.on_end(trained, place(frame))
+                    except Exception as error:
+                        # Its traceback is not about the StopIteration that is being handled.
+                        error.__suppress_context__ = True
+                        raise
                 raise
             _guarded(listening.handed, self, frame)
             return batch

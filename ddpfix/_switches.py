@@ -26,6 +26,12 @@ TABLE = (
         "1",
         "whether the end of a plain `for` over a training DataLoader is a meeting point of the ranks",
     ),
+    (
+        "DDPFIX_WATCH",
+        "a number of seconds, 0 for never",
+        "60",
+        "how long a rank waits for others before it says, at WARNING, where each of them stands",
+    ),
 )
 
 # Not a switch: `python -m ddpfix` sets it for the interpreter it starts, so that status() of that interpreter and of its children
@@ -44,14 +50,18 @@ class Switches:
         enabled (bool): ``DDPFIX``.
         disabled (tuple of str): the patches named by ``DDPFIX_DISABLE``.
         loop_end (bool): ``DDPFIX_LOOP_END``.
+        watch (float): ``DDPFIX_WATCH``, in seconds.
     """
 
-    __slots__ = ("disabled", "enabled", "loop_end")
+    __slots__ = ("disabled", "enabled", "loop_end", "watch")
 
-    def __init__(self, enabled: bool = True, disabled: tuple[str, ...] = (), loop_end: bool = True) -> None:
+    def __init__(
+        self, enabled: bool = True, disabled: tuple[str, ...] = (), loop_end: bool = True, watch: float = 60.0
+    ) -> None:
         self.enabled = enabled
         self.disabled = disabled
         self.loop_end = loop_end
+        self.watch = watch
 
     def as_dict(self) -> dict[str, object]:
         """Returns the switches under their environment names, JSON-able."""
@@ -59,6 +69,7 @@ class Switches:
             "DDPFIX": self.enabled,
             "DDPFIX_DISABLE": list(self.disabled),
             "DDPFIX_LOOP_END": self.loop_end,
+            "DDPFIX_WATCH": self.watch,
         }
 
 
@@ -87,6 +98,7 @@ def read(environ: Mapping[str, str]) -> Switches:
         enabled=_on_or_off("DDPFIX", environ),
         disabled=tuple(disabled),
         loop_end=_on_or_off("DDPFIX_LOOP_END", environ),
+        watch=_seconds("DDPFIX_WATCH", environ),
     )
 
 
@@ -114,6 +126,17 @@ def _on_or_off(name: str, environ: Mapping[str, str]) -> bool:
     if value in ON or not value:  # every such switch is on by default
         return True
     raise _invalid(name, environ[name])
+
+
+def _seconds(name: str, environ: Mapping[str, str]) -> float:
+    default = next(row[2] for row in TABLE if row[0] == name)
+    try:
+        value = float(environ.get(name, "").strip() or default)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise _invalid(name, environ[name])
+    return value
 
 
 def _invalid(name: str, value: str) -> SwitchError:

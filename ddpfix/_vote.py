@@ -6,26 +6,26 @@ of the script. Right before each of these a rank votes: one all-reduce (MIN) of 
 few integers. The smallest code wins, and the winner is what everybody does next:
 those who voted for it perform it, the others shadow it and vote again.
 
-This module knows ballots, rounds and who performs what. It does not know what
-DistributedDataParallel does inside a step (see :mod:`ddpfix._shadow`), nor when
-a loop has ended (:mod:`ddpfix._loop`) or a process exits (:mod:`ddpfix._leave`).
+This module knows ballots and rounds. It does not know which collectives of the
+script go together (see :mod:`ddpfix._pairing`), what DistributedDataParallel does
+inside a step (:mod:`ddpfix._shadow`), nor when a loop has ended
+(:mod:`ddpfix._loop`) or a process exits (:mod:`ddpfix._leave`).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-import zlib
 from collections import deque
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, NamedTuple, Optional, Protocol, Set, Tuple
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Protocol, Set, Tuple
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    import types
+from ._pairing import Call, CollectiveMismatchError, Report, Role, decide, from_json, to_json
 
 logger = logging.getLogger("ddpfix")
 
@@ -66,15 +66,25 @@ class Collective(NamedTuple):
 
     Arguments:
         site: hash of the place in the script, below ``2**32``.
-        shadowable: whether a rank that has run out of batches can take part in
-            it. So far only barriers of the process group itself are.
+        signature: hash of everything that must be the same on all ranks for it
+            to work, below ``2**32``.
+        call: tells the rest, when it comes to that.
         in_loop: whether the call stands in the body of a training loop;
             ``None`` if that is not known.
+        of_loop: whether such calls may be taken for part of the loop.
     """
 
     site: int
-    shadowable: bool
+    signature: int
+    call: Callable[[], Call]
     in_loop: Optional[bool] = None
+    of_loop: bool = False
+
+
+class Mirror(Protocol):
+    """What the protocol asks of who knows collectives (:mod:`ddpfix._collectives`)."""
+
+    def __call__(self, call: Call) -> None: ...
 
 
 class Model(Protocol):
@@ -104,12 +114,18 @@ class _Ballot(NamedTuple):
     leaving: bool  # some rank is leaving
     joined: bool  # some rank has shadowed a backward during its present wait
     models: int  # number of models that every rank has
+    one_signature: bool  # the collectives that ranks are at fit together
+    one_site: bool  # they are called from one place in the script
 
 
 # Layout of the first integer: kind, detail, rank. 2**20 ranks, 2**36 details.
 _RANK_BITS = 20
 _DETAIL_BITS = 36
 _SITE_BITS = 32
+_HASHES = 1 << 32  # sites and signatures are below
+
+# Places of collectives in its loop that a rank remembers, and tells the others where needed.
+_SITES_TOLD = 64
 
 # The last votes of process groups that are gone. A worker thread of gloo may hold
 # the tensor of a vote a moment longer than we do, and then needs the GIL to free
@@ -126,10 +142,17 @@ class Rendezvous:
         device: where votes are reduced.
         catch_up: makes all ranks equal to one that is up to date; called on
             every rank with that rank (in ``group``) and the number of models.
+        mirror: takes part in a collective of others.
+        keeps: tells which broadcasts this rank could repeat.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, catch_up: Callable[[int, int], None]
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        catch_up: Callable[[int, int], None],
+        mirror: Mirror,
+        keeps: Callable[[], Tuple[Tuple[int, int], ...]],
     ) -> None:
         self.group = group
         self.device = device
@@ -146,10 +169,17 @@ class Rendezvous:
         # than this one may be left when it ends, so it leaves together with them.
         self.leaves_together = False
         self.votes = 0
-        self.steps_shadowed = 0
-        self._told = 0  # of these, the steps that the log knows of
+        self.trained: List[int] = []  # synchronised steps of this rank, by model
+        self.shadowed: List[int] = []  # steps of others
+        self.seconds_waited = 0.0  # of these, the seconds that this rank has spent on them
+        self._told: Tuple[int, int, float] = (0, 0, 0.0)  # what of this the log knows
+        # For who watches the waits: the last vote in words, and since when its result is waited for.
+        self.last_vote: Callable[[], str] = lambda: "has not voted yet"
+        self.waiting_since: Optional[float] = None
         self._behind = False
         self._catch_up = catch_up
+        self._mirror = mirror
+        self._keeps = keeps
         self._ballots: Dict[Tuple[int, ...], torch.Tensor] = {}
         # Models kept alive, also when the script has dropped them: a peer may
         # still train them and need this rank as its shadow.
@@ -159,12 +189,16 @@ class Rendezvous:
         self._votes_kept: Deque[Tuple[Any, torch.Tensor]] = deque()
         # Places called from inside this rank's loop; and, where loops are not known,
         # those not yet followed by a step.
-        self._sites_in_loop: Set[int] = set()
+        self._sites_in_loop: Dict[int, None] = {}
         self._sites_since_step: Set[int] = set()
+        # A collective of this rank's that may have paired with one that it was not meant to.
+        self._doubtful: Optional[str] = None
 
     def add(self, model: Model) -> None:
         """Number a model: the ranks of a process group construct their DDP models in one order."""
         self.models.append(model)
+        self.trained.append(0)
+        self.shadowed.append(0)
         self._hold(len(self.models) - 1)
         self.open = True
 
@@ -181,8 +215,11 @@ class Rendezvous:
         if model not in self._held:
             self._hold(model)
         if self._sites_since_step:
-            self._sites_in_loop |= self._sites_since_step
+            self._sites_in_loop.update(dict.fromkeys(self._sites_since_step))
             self._sites_since_step.clear()
+        self._doubtful = None
+        self.trained[model] += 1
+        self.last_vote = lambda: f"trained a step of model {model}"
         self._cast(Kind.BACKWARD, model)
 
     def forward(self, forward: Callable[[], Forward]) -> int:
@@ -199,22 +236,36 @@ class Rendezvous:
         return result.rank if result is not None else 0
 
     def collective(self, collective: Collective) -> None:
-        """Meet before a collective of the script; returns when it is this rank's turn to call it."""
+        """Meet before a collective of the script; returns when it is this rank's turn to call it.
+
+        Raises:
+            CollectiveMismatchError: the ranks are at collectives that cannot meet.
+        """
         self._attend(Kind.COLLECTIVE, collective=collective)
-        if collective.in_loop:
-            self._sites_in_loop.add(collective.site)
+        if collective.of_loop:
+            self._sites_in_loop.pop(collective.site, None)
+            self._sites_in_loop[collective.site] = None
+            while len(self._sites_in_loop) > _SITES_TOLD:  # the places that were not called for longest
+                del self._sites_in_loop[next(iter(self._sites_in_loop))]
         elif collective.in_loop is None:
             self._sites_since_step.add(collective.site)
         self._met()
 
-    def loop_end(self) -> None:
+    def loop_end(self, where: str) -> None:
         """Shadow the others until nobody is at a training step.
 
         That the others do not answer is no error of a rank that has trained its
         own steps: it goes on, and fails, if at all, where it would without ddpfix.
+
+        Arguments:
+            where: the place in the script, for the log.
+
+        Raises:
+            CollectiveMismatchError: the others call a collective in their loop that
+                this rank cannot take part in.
         """
         try:
-            self._attend(Kind.LOOP_END)
+            self._attend(Kind.LOOP_END, where=f"ended its training loop at {where}")
             self._met()
         except _Unanswered as error:
             self._go_alone("waiting at the end of the loop", error)
@@ -230,7 +281,12 @@ class Rendezvous:
                 nobody will answer.
         """
         try:
-            self._attend(Kind.LEAVING, patience=patience, nobody_comes=others_left)
+            self._attend(
+                Kind.LEAVING,
+                patience=patience,
+                nobody_comes=others_left,
+                where="is leaving the process group",
+            )
         except _Unanswered as error:
             self._go_alone("leaving", error)
         self._met()
@@ -256,13 +312,6 @@ class Rendezvous:
 
     def _met(self) -> None:
         self.open = False
-        if self.steps_shadowed > self._told:
-            logger.info(
-                "rank %d had run out of batches and shadowed %d steps of other ranks; it is up to date again",
-                self.rank,
-                self.steps_shadowed - self._told,
-            )
-            self._told = self.steps_shadowed
         for model in self._held:
             self.models[model].release()
         self._held.clear()
@@ -276,6 +325,7 @@ class Rendezvous:
         collective: Optional[Collective] = None,
         patience: Optional[float] = None,
         nobody_comes: Optional[Callable[[], bool]] = None,
+        where: str = "",
     ) -> Optional[_Ballot]:
         """Vote, and shadow what wins, until it is this rank's turn.
 
@@ -283,6 +333,8 @@ class Rendezvous:
             The result that it goes on with; ``None`` if nothing collective was left to do.
         """
         joined, mine = False, None
+        started = time.monotonic()
+        self.last_vote = lambda: _words(where, collective) + (" and is shadowing" if joined else "")
         while True:
             detail = 0
             if forward is not None:
@@ -292,23 +344,32 @@ class Rendezvous:
                 detail = _pack_forward(mine, self._behind)
             elif collective is not None:
                 detail = _pack_collective(collective, joined)
-            work, tensor = self._cast(kind, detail, joined)
+            work, tensor = self._cast(kind, detail, joined, collective)
+            self.waiting_since = time.monotonic()
             try:
                 if patience is not None and nobody_comes is not None:
                     _await(work, patience, nobody_comes)
                 work.wait()
+                numbers = tensor.tolist()  # with NCCL, the wait is here
             except RuntimeError as error:  # the process group's own: a timeout, a closed connection
                 if kind in (Kind.LOOP_END, Kind.LEAVING):
                     raise _Unanswered(str(error).strip().split("\n")[0]) from error
                 raise
+            finally:
+                self.waiting_since = None
             self._forget_old_votes()
-            result = _unpack(tensor.tolist())
+            result = _unpack(numbers)
             self.leaves_together |= result.leaving or result.joined
 
             if result.kind is Kind.BACKWARD:
                 self._model(result.detail).shadow_backward()
-                self.steps_shadowed += 1
+                self.shadowed[result.detail] += 1
+                if not joined and kind is not Kind.FORWARD:
+                    self._warn_of_doubtful()
                 self._behind = joined = True
+                now = time.monotonic()
+                self.seconds_waited += now - started
+                started = now
                 continue
 
             if result.kind is Kind.FORWARD:
@@ -321,36 +382,46 @@ class Rendezvous:
                 continue
 
             # Nobody is at a training step.
-            if result.behind:
-                self._all_catch_up(result)
             if result.kind is not Kind.COLLECTIVE:
+                if result.behind:
+                    self._all_catch_up(result)
                 if result.kind is kind:
                     return result
                 continue  # the others are at their loop end, and go; this rank leaves later
-            won = _unpack_collective(result.detail)
-            # A rank at its loop end goes on, unless the others are still in the loop it has left.
-            stays = won.shadowable and bool(won.in_loop or won.site in self._sites_in_loop)
-            goes = kind is Kind.LOOP_END and not stays
-            if result.loop_end and (not won.shadowable or self._somebody(goes)):
-                # It goes first; what was voted for is voted for again.
-                if goes:
-                    return result
-                continue
-            if collective is not None:
-                # Nobody has shadowed a step: today's pairing, whatever the call sites. Yet a
-                # barrier never pairs with anything else; it goes first, and the others mirror it.
-                same_operation = collective.shadowable or not won.shadowable
-                if same_operation and (not joined or won.site == collective.site or not stays):
-                    return result
-                # Joined: the others are still in the loop that this rank has left.
-            if not won.shadowable:  # only a rank that is leaving comes here
-                logger.warning(
-                    "rank %d has ended its training and cannot take part in a collective that "
-                    "another rank still calls; that rank will fail as it does without ddpfix",
-                    self.rank,
-                )
+
+            everybody = not (result.loop_end or result.leaving)
+            if everybody and result.one_signature and not (result.joined or result.behind):
+                # Nobody has shadowed a step: today's pairing, whatever the call sites.
+                if not result.one_site and collective is not None:
+                    self._note_doubtful(collective, result)
                 return result
-            _barrier(self.group)
+
+            # One vote cannot carry what must be known now, so it is told in full.
+            mine_told = Report(
+                rank=dist.get_rank(),
+                call=collective.call() if collective is not None else None,
+                leaving=kind is Kind.LEAVING,
+                joined=joined,
+                where=where,
+                knows=tuple(self._sites_in_loop),
+                keeps=self._keeps(),
+            )
+            told = self._exchange({"report": to_json(mine_told), "behind": self._behind})
+            decision = decide([from_json(one["report"]) for one in told])
+            if any(
+                one["behind"] and role in (Role.CALLS, Role.GOES) for one, role in zip(told, decision.roles)
+            ):
+                self._all_catch_up(result)
+            role = decision.roles[self.rank]
+            if role is Role.FAILS:
+                raise CollectiveMismatchError(f"ddpfix, rank {mine_told.rank}: {decision.error}.")
+            if role is Role.GOES and decision.error:  # only a rank that is leaving comes here
+                logger.warning("rank %d: %s", mine_told.rank, decision.error)
+            if role in (Role.CALLS, Role.GOES):
+                return result
+            if role is Role.MIRRORS:
+                assert decision.call is not None
+                self._mirror(decision.call)
 
     def _model(self, number: int) -> Model:
         if number >= len(self.models):
@@ -361,11 +432,36 @@ class Rendezvous:
             )
         return self.models[number]
 
-    def _somebody(self, this_rank: bool) -> bool:
-        """Agree, in a second vote, on whether something holds for any rank."""
-        tensor = torch.tensor([0 if this_rank else 1], dtype=torch.int64, device=self.device)
-        all_reduce_min(self.group, tensor).wait()
-        return int(tensor.item()) == 0
+    def _exchange(self, told: Dict[str, Any]) -> List[Dict[str, Any]]:
+        """Give every rank what each has to tell."""
+        data = json.dumps(told).encode()
+        length = torch.tensor([-len(data)], dtype=torch.int64, device=self.device)
+        all_reduce_min(self.group, length).wait()
+        padded = torch.zeros(-int(length.item()), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        mine = padded.to(self.device)
+        theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self.group.allgather([theirs], [mine]).wait()
+        return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in theirs]
+
+    def _note_doubtful(self, collective: Collective, result: _Ballot) -> None:
+        if _in_loop(result.detail) and collective.in_loop is False:
+            self._doubtful = collective.call().where
+        else:
+            self._doubtful = None
+
+    def _warn_of_doubtful(self) -> None:
+        # If the others had stopped then (a flag that tells who has run out), no step would have followed.
+        if self._doubtful is not None:
+            logger.warning(
+                "rank %d had ended its training loop when its collective at %s paired with one that other ranks "
+                "called from inside theirs, and these went on training. If the two do not mean the same, both "
+                "have got a wrong value; give all ranks the same number of batches, or call the one in the "
+                "loop after the backward of its step",
+                self.rank,
+                self._doubtful,
+            )
+            self._doubtful = None
 
     def _all_catch_up(self, result: _Ballot) -> None:
         if result.source >= self.world_size:
@@ -375,10 +471,25 @@ class Rendezvous:
             )
         self._catch_up(result.source, result.models)
         self._behind = False
+        self._tell()
 
-    def _cast(self, kind: Kind, detail: int, joined: bool = False) -> Tuple[Any, torch.Tensor]:
+    def _tell(self) -> None:
+        """Log how uneven it was since the last time; all ranks come here together."""
+        now = (sum(self.trained), sum(self.shadowed), self.seconds_waited)
+        trained, shadowed, seconds = (new - old for new, old in zip(now, self._told))
+        self._told = now
+        told = self._exchange({"trained": trained, "shadowed": shadowed, "seconds": round(seconds, 1)})
+        if self.rank == 0:
+            logger.info(
+                "uneven inputs, rank by rank: steps trained %s, steps of others shadowed %s, seconds spent on them %s",
+                *([one[what] for one in told] for what in ("trained", "shadowed", "seconds")),
+            )
+
+    def _cast(
+        self, kind: Kind, detail: int, joined: bool = False, collective: Optional[Collective] = None
+    ) -> Tuple[Any, torch.Tensor]:
         ballot = _pack(
-            kind, detail, self.rank, self.world_size, self._behind, joined, len(self.models)
+            kind, detail, self.rank, self.world_size, self._behind, joined, len(self.models), collective
         )
         tensor = self._on_device(ballot)
         work = all_reduce_min(self.group, tensor)
@@ -410,12 +521,6 @@ class Rendezvous:
         self._votes_kept.clear()
 
 
-def _barrier(group: dist.ProcessGroup) -> None:
-    """Take part in a barrier of the others."""
-    with inner():
-        dist.barrier(group)  # any barrier meets any other: torch's have no tag
-
-
 def all_reduce_min(group: dist.ProcessGroup, tensor: torch.Tensor) -> Any:
     """Reduce ``tensor`` over ``group``, below ``torch.distributed.all_reduce`` and its hooks; returns the work."""
     options = dist.AllreduceOptions()
@@ -443,11 +548,11 @@ def inside() -> bool:
     return bool(getattr(_thread, "depth", 0))
 
 
-def call_site(frame: types.FrameType) -> int:
-    """Hash of the place in the script that ``frame`` is at: file name, function and line."""
-    code = frame.f_code
-    name = code.co_filename.replace("\\", "/").rsplit("/", 1)[-1]
-    return zlib.crc32(f"{name}:{code.co_name}:{frame.f_lineno}".encode())
+def _words(where: str, collective: Optional[Collective]) -> str:
+    if collective is not None:
+        call = collective.call()
+        return f"is in {call.name} at {call.where}"
+    return where or "is in the forward of a model"
 
 
 def _await(work: Any, patience: float, nobody_comes: Callable[[], bool]) -> None:
@@ -471,9 +576,20 @@ def _await(work: Any, patience: float, nobody_comes: Callable[[], bool]) -> None
 
 
 def _pack(
-    kind: Kind, detail: int, rank: int, world_size: int, behind: bool, joined: bool, models: int
+    kind: Kind,
+    detail: int,
+    rank: int,
+    world_size: int,
+    behind: bool,
+    joined: bool,
+    models: int,
+    collective: Optional[Collective] = None,
 ) -> List[int]:
-    # All are reduced with MIN, so a flag that anyone may raise is 0 where raised.
+    # All are reduced with MIN, so a flag that anyone may raise is 0 where raised. Of
+    # hashes the smallest and the largest are found; ranks without one keep out of that.
+    hashes = [_HASHES] * 4
+    if collective is not None:
+        hashes = [collective.signature, -collective.signature, collective.site, -collective.site]
     return [
         (int(kind) << _DETAIL_BITS | detail) << _RANK_BITS | rank,
         world_size if behind else rank,
@@ -482,11 +598,12 @@ def _pack(
         0 if kind is Kind.LEAVING else 1,
         0 if joined else 1,
         models,
+        *hashes,
     ]
 
 
 def _unpack(numbers: List[int]) -> _Ballot:
-    code, source, not_behind, not_loop_end, not_leaving, not_joined, models = numbers
+    code, source, not_behind, not_loop_end, not_leaving, not_joined, models, *hashes = numbers
     return _Ballot(
         Kind(code >> _RANK_BITS >> _DETAIL_BITS),
         code >> _RANK_BITS & (1 << _DETAIL_BITS) - 1,
@@ -497,6 +614,8 @@ def _unpack(numbers: List[int]) -> _Ballot:
         not not_leaving,
         not not_joined,
         models,
+        hashes[0] == -hashes[1],
+        hashes[2] == -hashes[3],
     )
 
 
@@ -526,19 +645,10 @@ def _unpack_forward(detail: int) -> Tuple[Forward, bool]:
 
 
 def _pack_collective(collective: Collective, joined: bool) -> int:
-    # Those not joined are still in their loop and come first; then what others can take
-    # part in; then what stands in a loop.
-    return (
-        int(joined) << (_SITE_BITS + 2)
-        | int(not collective.shadowable) << (_SITE_BITS + 1)
-        | int(not collective.in_loop) << _SITE_BITS
-        | collective.site
-    )
+    # Those not joined are still in their loop and come first; then what stands in a loop.
+    return int(joined) << (_SITE_BITS + 1) | int(not collective.in_loop) << _SITE_BITS | collective.site
 
 
-def _unpack_collective(detail: int) -> Collective:
-    return Collective(
-        detail & (1 << _SITE_BITS) - 1,
-        not detail >> (_SITE_BITS + 1) & 1,
-        not detail >> _SITE_BITS & 1,
-    )
+def _in_loop(detail: int) -> bool:
+    """Whether the collective that has won stands in the body of a training loop."""
+    return not detail >> _SITE_BITS & 1

@@ -1,0 +1,233 @@
+"""Which ranks perform a collective together, and what the others do meanwhile.
+
+A vote carries a few integers. That is enough while all ranks train: then collectives pair exactly
+as they do without ddpfix. Once some rank has run out of batches, or the ranks are about to call
+collectives that cannot meet, all ranks tell each other in full where they stand (:class:`Report`),
+and each comes to the same decision from the same reports (:func:`decide`). Nothing here
+communicates, and nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+
+class CollectiveMismatchError(RuntimeError):
+    """The ranks stand at collectives that cannot meet; raised on all of them, where stock would hang.
+
+    Either the script calls different collectives on different ranks, or a rank has run out of
+    batches and cannot honestly take part in a collective that the others call from inside their
+    training loop. The text names the ranks, their places in the script, and the way out.
+    """
+
+    __module__ = "ddpfix"  # where scripts find it
+
+
+class Call(NamedTuple):
+    """A collective that a rank is about to call.
+
+    Arguments:
+        name: of the function, ``"all_reduce"``.
+        where: ``"train.py:57"``.
+        site: hash of the place, with the places it was called from.
+        signature: hash of everything that must be the same on all ranks for the call to work.
+        mirror: what a rank needs to know to take part without anything of its own
+            (:func:`ddpfix._collectives.take_part`); ``None`` where that is impossible.
+        barrier: nothing but waiting is exchanged.
+        asynchronous: it does not wait, so that other calls may overtake it.
+        in_loop: it stands in the body of a running training loop; ``None`` where that is not known.
+        trains_on: and that loop ends only with its batches, so that training is sure to go on after the call.
+        why_not: why it would not be honest; ``None`` where it is.
+        reader: the only rank (global) that sees what the others contribute; ``None`` where all do.
+        source: the only rank (global) whose contribution counts; ``None`` where all do.
+    """
+
+    name: str
+    where: str
+    site: int
+    signature: int
+    mirror: Optional[Dict[str, Any]] = None
+    barrier: bool = False
+    asynchronous: bool = False
+    in_loop: Optional[bool] = None
+    trains_on: bool = False
+    why_not: Optional[str] = None
+    reader: Optional[int] = None
+    source: Optional[int] = None
+
+
+class Report(NamedTuple):
+    """Where one rank stands.
+
+    Arguments:
+        rank: global rank.
+        call: the collective it is about to call, or ``None``.
+        leaving: it has ended its training and is leaving the process group.
+        joined: it has shadowed a step of others since it began to wait.
+        where: where it stands if it calls nothing, in words.
+        knows: sites that it has called from inside its own training loop.
+        keeps: site and signature of the broadcasts whose last value it could repeat.
+    """
+
+    rank: int
+    call: Optional[Call] = None
+    leaving: bool = False
+    joined: bool = False
+    where: str = ""
+    knows: Tuple[int, ...] = ()
+    keeps: Tuple[Tuple[int, int], ...] = ()
+
+    @property
+    def at_loop_end(self) -> bool:
+        return self.call is None and not self.leaving
+
+    def words(self) -> str:
+        if self.call is not None:
+            return f"rank {self.rank} calls {self.call.name} at {self.call.where}"
+        return f"rank {self.rank} {self.where}"
+
+
+class Role(Enum):
+    """What a rank does after a decision."""
+
+    CALLS = "performs its own call"
+    MIRRORS = "takes part in the call of the others, with nothing of its own"
+    GOES = "goes on: nothing that the others do needs it"
+    ASKS = "votes again, after the ranks that go"
+    FAILS = "raises the error"
+
+
+class Decision(NamedTuple):
+    """What every rank does.
+
+    Arguments:
+        roles: one for each rank, in the order of the reports.
+        call: the call that the mirroring ranks take part in.
+        error: the text for ranks that fail.
+    """
+
+    roles: List[Role]
+    call: Optional[Call] = None
+    error: str = ""
+
+
+def decide(reports: Sequence[Report]) -> Decision:
+    """Decide who performs a collective; some rank calls one, and none is at a training step.
+
+    Arguments:
+        reports: one for each rank, the same and in the same order on every rank.
+    """
+    callers = [report for report in reports if report.call is not None]
+    assert callers
+    # Ranks that have not joined still train: what they call comes first.
+    leader = min(callers, key=_precedence)
+    call = leader.call
+    assert call is not None
+    uneven = any(report.joined for report in reports)
+
+    def left_behind(report: Report) -> bool:
+        """Whether the call comes from inside a loop that this rank has left."""
+        if report.call is not None and report.call.in_loop:
+            return False
+        return bool(call.in_loop) or call.site in report.knows
+
+    def same_way(report: Report) -> bool:
+        """Whether as much speaks for the leader having left the loop of ``report``."""
+        assert report.call is not None
+        return not call.in_loop and report.call.site in leader.knows and not report.joined
+
+    # A rank at its loop end stays if the others are still in that loop. They surely are if they
+    # have trained a step meanwhile. Otherwise they may be asking whether to stop (ESPnet's loop):
+    # then its own answer comes next, from behind the loop, and it has to go and give it.
+    stays = uneven or call.barrier or call.trains_on
+    goes = [report.at_loop_end and not (stays and left_behind(report)) for report in reports]
+    if any(goes):
+        return Decision([Role.GOES if go else Role.ASKS for go in goes])
+
+    roles: List[Role] = []
+    for report in reports:
+        theirs = report.call
+        if theirs is None:
+            # At its loop end and staying; or leaving, and then only needed by those still in a loop.
+            needed = report.at_loop_end or call.barrier or left_behind(report)
+            roles.append(Role.MIRRORS if needed else Role.GOES)
+        elif (theirs.site, theirs.signature) == (call.site, call.signature):
+            roles.append(Role.CALLS)
+        elif theirs.signature == call.signature:
+            # As without ddpfix, unless this rank has run out and the others have not.
+            behind = report.joined and not leader.joined and left_behind(report)
+            roles.append(Role.MIRRORS if behind else Role.CALLS)
+        elif left_behind(report) and not same_way(report) or call.barrier and uneven:
+            roles.append(Role.MIRRORS)
+        elif theirs.asynchronous or call.asynchronous:
+            roles.append(Role.CALLS)  # they need not be meant to meet
+        else:
+            return _fails(reports, _different(callers))
+
+    if Role.GOES in roles:  # a rank that is leaving: the call cannot be completed
+        gone = [report.words() for report, role in zip(reports, roles) if role is Role.GOES]
+        text = f"{'; '.join(gone)}, but {_places(callers)}, for which all ranks are needed"
+        return Decision([Role.GOES if r.call is None else Role.FAILS for r in reports], error=text)
+    mirroring = [report for report, role in zip(reports, roles) if role is Role.MIRRORS]
+    reason = _why_not(call, mirroring)
+    if reason is not None:
+        text = (
+            f"{'; '.join(report.words() for report in mirroring)} and cannot take part when "
+            f"{leader.words()}: {reason}. Give all ranks the same number of batches, or make that "
+            "call outside of the training loop"
+        )
+        return _fails(reports, text)
+    return Decision(roles, call)
+
+
+def _precedence(report: Report) -> Tuple[bool, bool, bool, int, int]:
+    call = report.call
+    assert call is not None
+    return (report.joined, not call.in_loop, not call.barrier, call.site, report.rank)
+
+
+def _why_not(call: Call, mirroring: Sequence[Report]) -> Optional[str]:
+    if not mirroring:
+        return None
+    if call.mirror is None:
+        return call.why_not or "its arguments are not known"
+    if any(report.rank == call.reader for report in mirroring):
+        return None  # the only rank that would see the contributions does not look
+    for report in mirroring:
+        if report.rank == call.source and (call.site, call.signature) not in report.keeps:
+            return f"rank {report.rank} is the source, and has nothing that it sent from there before"
+    return call.why_not
+
+
+def _fails(reports: Sequence[Report], text: str) -> Decision:
+    return Decision([Role.GOES if report.leaving else Role.FAILS for report in reports], error=text)
+
+
+def _different(callers: Sequence[Report]) -> str:
+    return (
+        f"different collectives cannot meet: {_places(callers)}. All ranks must call the same "
+        "collectives, with arguments that fit, in the same order"
+    )
+
+
+def _places(callers: Sequence[Report]) -> str:
+    return ", ".join(report.words() for report in callers)
+
+
+def to_json(report: Report) -> Dict[str, Any]:
+    """What other ranks are told."""
+    return {**report._asdict(), "call": report.call and report.call._asdict()}
+
+
+def from_json(found: Dict[str, Any]) -> Report:
+    """The inverse of :func:`to_json`, also after a passage through :mod:`json`, which knows no tuples."""
+    call = found["call"]
+    return Report(
+        **{
+            **found,
+            "call": Call(**call) if call is not None else None,
+            "knows": tuple(found["knows"]),
+            "keeps": tuple((site, signature) for site, signature in found["keeps"]),
+        }
+    )
