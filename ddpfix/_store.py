@@ -30,7 +30,10 @@ class GroupStore:
         self._store: Optional[Any] = None
         try:
             # Private, since 1.x. Without it a rank that waits in vain waits for its patience.
-            self._store = dist.distributed_c10d._get_default_store()
+            store = dist.distributed_c10d._get_default_store()
+            # With a connection of its own (torch 2.6 and up): a thread that waits in the store, for the
+            # other ranks of a new process group, say, keeps all others from asking it anything.
+            self._store = store.clone() if hasattr(store, "clone") else store
         except Exception:
             logger.debug("the process group has no store", exc_info=True)
 

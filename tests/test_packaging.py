@@ -136,6 +136,6 @@ def test_the_readme_names_every_switch_and_no_other() -> None:
 def test_the_public_surface() -> None:
     import ddpfix
 
-    assert sorted(ddpfix.__all__) == ["__version__", "patch", "status", "unpatch"]
+    assert sorted(ddpfix.__all__) == ["CollectiveMismatchError", "__version__", "patch", "status", "unpatch"]
     for name in ddpfix.__all__:
         assert name == "__version__" or getattr(ddpfix, name).__doc__
