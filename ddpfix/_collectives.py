@@ -9,8 +9,8 @@ collective                                       contribution of a rank without 
 barrier                                          it meets the others
 all_reduce, reduce, reduce_scatter and kin       the neutral element: SUM, AVG, BOR, BXOR 0; PRODUCT 1; BAND all ones; MIN, MAX the
                                                  largest and the smallest value of the dtype. AVG still divides by the world size
-all_gather and kin, gather                       nothing, if the tensor has no elements; 0 for a single integer (a count or a size:
-                                                 it has none); nan for a single floating number (it has no value); else: error
+all_gather and kin, gather                       nothing, if the tensor has no elements; 0 for a single number (a count, a size, a sum;
+                                                 a mean over the ranks then is as DDP's of the gradients); else: error
 gather, gather_object, reduce to that rank       anything: nobody reads the result
 broadcast, broadcast_object_list from others     it receives, and drops what it got
 broadcast, broadcast_object_list from that rank  what it last sent from the same place in its training loop; if it never did: error
@@ -170,8 +170,7 @@ def _broadcast_objects(parts: _Parts) -> None:
 
 def _gathers(parts: _Parts, tensor: torch.Tensor) -> None:
     parts.carries(tensor)
-    single_number = tensor.numel() == 1 and not tensor.dtype.is_complex
-    if tensor.numel() > 1 or not (tensor.numel() == 0 or single_number):
+    if tensor.numel() > 1:
         parts.why_not = f"it has no {tensor.numel()} values of its own to be gathered, and zeros would pass for data"
 
 
@@ -390,8 +389,8 @@ def take_part(mirror: Dict[str, Any], device: torch.device, kept: Any, where: st
     def nothing() -> torch.Tensor:
         """What a gather gets from a rank that has nothing."""
         if numel == 1 and mirror.get("dst") != me:
-            _say_once(name, where, "nan" if dtype.is_floating_point else "0")
-        return filled(float("nan") if dtype.is_floating_point else 0)
+            _say_once(name, where, "0")
+        return filled(0)
 
     if "op" in mirror:
         neutral = _NEUTRAL[mirror["op"]](dtype)

@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import sys
+import types
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set, Tuple
 
@@ -340,18 +341,21 @@ def _install_on_ddp(places: Places) -> None:
 # -- collectives of the script -----------------------------------------------------
 
 
-def _concerned(group: Any, only: bool = False) -> List[Rendezvous]:
+def _concerned(group: Any, frame: types.FrameType, only: bool = False) -> List[Rendezvous]:
     """The meetings whose ranks all take part in a collective on ``group``.
 
     Arguments:
         group: the process group of the collective.
+        frame: the caller's.
         only: that of ``group`` itself and no other.
     """
     meetings = _state.live_meetings()
     if not meetings or not _state.loops.on_training_thread:
         return []
-    if _in_backward() or DistributedDataParallel._active_ddp_module is not None:
-        return []  # inside a model: the step as a whole was voted for
+    if _in_backward():
+        return []  # the step as a whole was voted for
+    if DistributedDataParallel._active_ddp_module is not None and _of_model(frame):
+        return []
     found = []
     members = None
     for rendezvous, _ in meetings:
@@ -375,7 +379,7 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
         describe: tells what it is.
         only: vote on ``group`` itself and no other.
     """
-    concerned = _concerned(group, only)
+    concerned = _concerned(group, frame, only)
     if not concerned:
         return
     operation = describe()
@@ -407,10 +411,26 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
 
     for rendezvous in concerned:
         rendezvous.collective(
-            Collective(site, operation.signature, call, position.in_body, position.of_loop)
+            Collective(site, operation.signature, call, position.in_body, position.of_loop, position.unknown)
         )
-    if position.in_body is not False:
+    if isinstance(sent, torch.Tensor) or position.in_body is not False:
         _state.sent.keep(site, operation.signature, sent)
+
+
+def _of_model(frame: Optional[types.FrameType]) -> bool:
+    """Whether a call in a model's forward is part of its computation, and not the script's own statistics.
+
+    Those of torch's modules are (SyncBatchNorm), and those that have a counterpart in the backward. Lightning runs
+    ``training_step``, with all that it logs, inside of DDP's forward.
+    """
+    assert frame is not None
+    if str(frame.f_globals.get("__name__")).startswith("torch."):
+        return True
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_backward() -> bool:

@@ -216,11 +216,13 @@ class Position(NamedTuple):
         in_body: in the body of a training loop; ``None`` where that is not known.
         trains_on: and that loop is left only with its last batch.
         of_loop: a training loader has batches left, so the call may well belong to the loop that it feeds.
+        unknown: no loader has fed a training step so far.
     """
 
     in_body: Optional[bool]
     trains_on: bool = False
     of_loop: bool = False
+    unknown: bool = False
 
 
 class Loops:
@@ -239,7 +241,8 @@ class Loops:
         self, on_end: Callable[[Set[Any], str], None], expects_training: Callable[[], Set[Any]]
     ) -> None:
         self.steps = 0
-        self._knows_loops = False
+        self._knows_loops = False  # a plain ``for`` over a DataLoader was seen
+        self._fed = False  # a DataLoader has fed a training step
         self.on_end = on_end
         self._expects_training = expects_training
         self.thread: Optional[int] = None
@@ -341,6 +344,7 @@ class Loops:
             return
         subjects = {s for s, step in self._last_step.items() if step > feed.steps_then}
         feed.trained |= subjects
+        self._fed |= bool(subjects)
         if subjects and feed.where is not None and len(self._training_sites) < 256:
             self._training_sites.add((feed.where[1], feed.where[2]))
         owner = feed.owner() if feed.owner is not None else None
@@ -360,7 +364,8 @@ class Loops:
             return Position(True, not _instructions(code).leaves_early(start, end), True)
         # Loops by explicit next(), and those behind a prefetcher, have no ``for`` that could be seen.
         feeding = any(self._trains(feed) for feed in list(self._feeds) if feed.where is None)
-        return Position(False if self._knows_loops and not feeding else None, of_loop=feeding)
+        known = self._knows_loops and not feeding
+        return Position(False if known else None, of_loop=feeding, unknown=not self._fed)
 
     def _trains(self, feed: _Feed) -> bool:
         """Whether ``feed`` feeds training steps and has not been exhausted."""

@@ -64,7 +64,7 @@ class Report(NamedTuple):
         rank: global rank.
         call: the collective it is about to call, or ``None``.
         leaving: it has ended its training and is leaving the process group.
-        joined: it has shadowed a step of others since it began to wait.
+        joined: it has shadowed a step, or mirrored a call, of others since it began to wait.
         where: where it stands if it calls nothing, in words.
         knows: sites that it has called from inside its own training loop.
         keeps: site and signature of the broadcasts whose last value it could repeat.

@@ -72,6 +72,7 @@ class Collective(NamedTuple):
         in_loop: whether the call stands in the body of a training loop;
             ``None`` if that is not known.
         of_loop: whether such calls may be taken for part of the loop.
+        unknown: nothing is known of the script's loops: a step that follows tells.
     """
 
     site: int
@@ -79,6 +80,7 @@ class Collective(NamedTuple):
     call: Callable[[], Call]
     in_loop: Optional[bool] = None
     of_loop: bool = False
+    unknown: bool = False
 
 
 class Mirror(Protocol):
@@ -112,7 +114,7 @@ class _Ballot(NamedTuple):
     behind: bool  # some rank has shadowed a backward and not caught up since
     loop_end: bool  # some rank is at its loop end
     leaving: bool  # some rank is leaving
-    joined: bool  # some rank has shadowed a backward during its present wait
+    joined: bool  # some rank has shadowed a step, or mirrored a call, during its present wait
     models: int  # number of models that every rank has
     one_signature: bool  # the collectives that ranks are at fit together
     one_site: bool  # they are called from one place in the script
@@ -247,7 +249,7 @@ class Rendezvous:
             self._sites_in_loop[collective.site] = None
             while len(self._sites_in_loop) > _SITES_TOLD:  # the places that were not called for longest
                 del self._sites_in_loop[next(iter(self._sites_in_loop))]
-        elif collective.in_loop is None:
+        elif collective.unknown:
             self._sites_since_step.add(collective.site)
         self._met()
 
@@ -379,6 +381,7 @@ class Rendezvous:
                 if kind is Kind.FORWARD and winner == mine:
                     return result
                 self._model(winner.model).shadow_forward(winner, result.rank)
+                joined |= kind is not Kind.FORWARD
                 continue
 
             # Nobody is at a training step.
@@ -422,6 +425,7 @@ class Rendezvous:
             if role is Role.MIRRORS:
                 assert decision.call is not None
                 self._mirror(decision.call)
+                joined = True
 
     def _model(self, number: int) -> Model:
         if number >= len(self.models):

@@ -160,6 +160,83 @@ def look_ahead(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -
     return {"averages": averages, "means": means, "parameters": training.parameters()}
 
 
+class _Logging(torch.nn.Module):
+    """Its forward is a whole training step, with what it logs (Lightning's way); it counts what it has seen on all ranks, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.register_buffer("seen", torch.zeros(1))
+        self.logged: list[float] = []
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.norm(self.layer(batch)).square().sum() + self.layer(batch).sum()
+        with torch.no_grad():
+            number = torch.tensor([float(len(batch))])
+            dist.all_reduce(number)
+            self.seen += number
+            value = loss.detach().clone()
+        dist.all_reduce(value)
+        self.logged.append(value.item())
+        return loss
+
+
+def logs_in_forward(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Result:
+    torch.manual_seed(0)
+    training = Training(rank, counts)
+    module = _Logging()
+    training.model = DDP(module)
+    training.optimizer = torch.optim.Adam(training.model.parameters(), lr=0.1)
+    samples = torch.randn(2 * counts[rank], 4, generator=torch.Generator().manual_seed(rank))
+    iterator, rows = iter(()), []
+    for _ in range(2):
+        iterator = iter(DataLoader(list(samples), batch_size=2))  # type: ignore[arg-type,assignment]
+        while True:
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            training.optimizer.zero_grad()
+            training.model(batch).backward()
+            training.optimizer.step()
+        total = torch.tensor([float(counts[rank])])
+        dist.all_reduce(total)
+        rows.append(total.item())
+    return {"rows": rows, "logged": module.logged, "seen": module.seen.item(), "parameters": training.parameters()}
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _Summing(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Summed.apply(super().forward(x)) * torch.distributed.nn.functional.all_reduce(x.sum())
+
+
+def communicates_in_forward(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Result:
+    """Collectives that are part of the model: they have a counterpart in the backward."""
+    import torch.distributed.nn.functional
+
+    training = Training(rank, counts)
+    training.model = DDP(_Summing(4, 2))
+    training.optimizer = torch.optim.Adam(training.model.parameters(), lr=0.1)
+    before = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+    losses = [training.step(batch) for batch in training.loader]
+    votes = dist.group.WORLD._get_sequence_number_for_group() - before  # type: ignore[union-attr]
+    return {"losses": losses, "parameters": training.parameters(), "collectives": votes}
+
+
 def evaluation_with_metrics(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Result:
     """Evaluation on shards after each epoch and within it, through the wrapper, and its sums gathered."""
     training, found = Training(rank, counts), []

@@ -56,7 +56,10 @@ ROWS: dict[str, tuple[list[Report], list[Role]]] = {
     "joined, the others at a place known from my loop": ([call(0, METRIC, joined=True, knows=(LOSS, METRIC)), call(1, LOSS)], [MIRRORS, CALLS]),
     "joined, the others at a place that I do not know": ([call(0, METRIC, joined=True), call(1, STOP)], [CALLS, CALLS]),
     "joined, the others behind the loop at another place": ([after_loop(0, joined=True), after_loop(1, STOP)], [CALLS, CALLS]),
-    "both joined, on different sides of an if": ([after_loop(0, joined=True), after_loop(1, STOP, joined=True), in_loop(2)], [MIRRORS, MIRRORS, CALLS]),
+    "both joined, on different sides of an if": (
+        [after_loop(0, joined=True), after_loop(1, STOP, joined=True), in_loop(2)],
+        [MIRRORS, MIRRORS, CALLS],
+    ),
     "not joined, another collective, the others in the loop": ([after_loop(0, signature=8), in_loop(1)], [MIRRORS, CALLS]),
     "not joined, a stop flag": ([after_loop(0), in_loop(1, STOP)], [CALLS, CALLS]),
     # Nobody can tell who is ahead.

@@ -21,7 +21,7 @@ from ranks import DDPFIX, JOIN, STOCK, Ranks  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 WARM_UP, STEPS = 3, 10
-CASES = ("no buffers", "one batch norm", "inside no_sync", "evaluation", "world size 1")
+CASES = ("no buffers", "one batch norm", "loss reduced", "inside no_sync", "evaluation", "world size 1")
 
 
 def count(rank: int, world_size: int, mode: str, case: str) -> int:
@@ -34,8 +34,11 @@ def count(rank: int, world_size: int, mode: str, case: str) -> int:
 
     def step() -> None:
         optimizer.zero_grad()
-        model(batch).square().sum().backward()
+        loss = model(batch).square().sum()
+        loss.backward()
         optimizer.step()
+        if case == "loss reduced":
+            dist.all_reduce(loss.detach())
 
     def number() -> int:
         return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
