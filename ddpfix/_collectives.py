@@ -53,6 +53,7 @@ class Operation(NamedTuple):
         source: the only rank (global) whose contribution counts.
         asynchronous: ``async_op=True``.
         sent: for the source of a broadcast: the value, to be kept.
+        reduced: for a reduction: this rank's operand.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Operation(NamedTuple):
     source: Optional[int] = None
     asynchronous: bool = False
     sent: Any = None
+    reduced: Optional[torch.Tensor] = None
 
 
 class _Unreadable(Exception):
@@ -86,6 +88,7 @@ class _Parts:
         self.reader: Optional[int] = None
         self.source: Optional[int] = None
         self.sent: Any = None
+        self.reduced: Optional[torch.Tensor] = None
 
     def impossible(self, why: str) -> None:
         """Nobody can take part with nothing of its own."""
@@ -137,7 +140,7 @@ def _barrier(parts: _Parts) -> None:
 
 
 def _all_reduce(parts: _Parts) -> None:
-    tensor = parts.tensor("tensor")
+    tensor = parts.reduced = parts.tensor("tensor")
     parts.carries(tensor)
     parts.fits += [tensor.dtype, tensor.numel() if tensor.layout is torch.strided else -1]
     parts.operator()
@@ -298,6 +301,7 @@ def describe(
         parts.source,
         bool(arguments.get("async_op")),
         parts.sent,
+        parts.reduced,
     )
 
 

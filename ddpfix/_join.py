@@ -385,8 +385,9 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
     operation = describe()
     position = _state.loops.position(frame)
     # What is kept of a vote must keep nothing of the script alive.
-    site, where = call_site(frame), place(frame)
-    sent, operation = operation.sent, operation._replace(sent=None)
+    site, where, frame_module = call_site(frame), place(frame), str(frame.f_globals.get("__name__"))
+    sent, reduced = operation.sent, [operation.reduced]
+    operation = operation._replace(sent=None, reduced=None)
     several = len(concerned) > 1
 
     def call() -> Call:
@@ -394,6 +395,8 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
         if several:
             # A rank that mirrors it on behalf of one of them would be missing in the vote of the next.
             mirror, reason = None, "several process groups of DDP models lie within its process group"
+        elif mirror is not None and reduced and _averages_models(frame_module, reduced[0]):
+            mirror, reason = None, "parameters are averaged, and zeros would shrink them"
         return Call(
             name=operation.name,
             where=where,
@@ -413,8 +416,18 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
         rendezvous.collective(
             Collective(site, operation.signature, call, position.in_body, position.of_loop, position.unknown)
         )
+    reduced.clear()
     if isinstance(sent, torch.Tensor) or position.in_body is not False:
         _state.sent.keep(site, operation.signature, sent)
+
+
+def _averages_models(module: str, tensor: Optional[torch.Tensor]) -> bool:
+    """Whether a reduction is of a model's parameters themselves (local SGD), by hand or by torch's averagers."""
+    if module.startswith("torch.distributed.algorithms.model_averaging"):
+        return True
+    return tensor is not None and tensor.numel() > 0 and any(
+        parameter.data_ptr() == tensor.data_ptr() for ddp in list(_state.models) for parameter in ddp.module.parameters()
+    )
 
 
 def _of_model(frame: Optional[types.FrameType]) -> bool:

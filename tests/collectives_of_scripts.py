@@ -368,7 +368,8 @@ def every_other(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) 
     return {"rows": found, "parameters": training.parameters()}
 
 
-def _dishonest(rank: int, world_size: int, which: str) -> None:
+def _dishonest(training: Training, world_size: int, which: str) -> None:
+    rank = training.rank
     if which == "all_gather":
         dist.all_gather([torch.zeros(3) for _ in range(world_size)], torch.zeros(3))
     elif which == "all_gather_object":
@@ -381,6 +382,10 @@ def _dishonest(rank: int, world_size: int, which: str) -> None:
         dist.all_to_all([torch.zeros(1) for _ in range(world_size)], [torch.zeros(1) for _ in range(world_size)])
     elif which == "scatter from a rank without batches":
         dist.scatter(torch.zeros(1), [torch.zeros(1) for _ in range(world_size)] if rank == 0 else None, 0)
+    elif which == "parameters averaged":
+        for parameter in training.model.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= world_size
     elif which == "new_group":
         dist.new_group(list(range(world_size)))
 
@@ -393,6 +398,7 @@ DISHONEST = (
     "all_to_all",
     "scatter from a rank without batches",
     "new_group",
+    "parameters averaged",
     "broadcast never sent before",
 )
 
@@ -403,7 +409,7 @@ def dishonest(rank: int, world_size: int, mode: str, counts: tuple[int, ...], wh
     for i, batch in enumerate(training.loader):
         training.step(batch)
         if which != "broadcast never sent before":
-            _dishonest(rank, world_size, which)
+            _dishonest(training, world_size, which)
         elif i == max(counts) - 1:
             dist.broadcast(torch.zeros(1), 0)
     return {}
