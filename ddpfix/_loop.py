@@ -194,11 +194,12 @@ def _between(iterator: object) -> bool:
 class _Feed:
     """What one DataLoader iterator has handed out."""
 
-    __slots__ = ("__weakref__", "created", "handed", "owner", "steps_then", "trained", "where")
+    __slots__ = ("__weakref__", "created", "handed", "length", "owner", "steps_then", "trained", "where")
 
     def __init__(self) -> None:
         self.created: Optional[Tuple[types.CodeType, int, bool]] = None
         self.owner: Optional[weakref.ref[Any]] = None
+        self.length: Optional[int] = None  # batches that it has in all, where that is known
         self.reset()
 
     def reset(self) -> None:
@@ -284,6 +285,9 @@ class Loops:
         opcode = _instructions(frame.f_code).opcode.get(frame.f_lasti)
         feed.created = (frame.f_code, frame.f_lasti, opcode == _GET_ITER)
         feed.owner = weakref.ref(loader)
+        # Of map-style datasets only: asking an IterableDataset has effects (DataLoader.__len__).
+        if getattr(loader, "_dataset_kind", None) == 0:
+            feed.length = len(loader)
 
     def handed(self, iterator: Any, frame: types.FrameType) -> None:
         """``iterator`` has handed a batch to the code running in ``frame``."""
@@ -368,7 +372,9 @@ class Loops:
         return Position(False if known else None, of_loop=feeding, unknown=not self._fed)
 
     def _trains(self, feed: _Feed) -> bool:
-        """Whether ``feed`` feeds training steps and has not been exhausted."""
+        """Whether ``feed`` feeds training steps and may have more batches."""
+        if feed.where is None and feed.length is not None and feed.handed >= feed.length:
+            return False  # whoever counts them does not ask for one more (Lightning)
         return bool(feed.handed and (self._trained_before(feed) or self.steps > feed.steps_then))
 
     def _body_around(

@@ -66,7 +66,7 @@ class Report(NamedTuple):
         leaving: it has ended its training and is leaving the process group.
         joined: it has shadowed a step, or mirrored a call, of others since it began to wait.
         where: where it stands if it calls nothing, in words.
-        knows: sites that it has called from inside its own training loop.
+        knows: sites that it seems to have called from inside its own training loop, and how often.
         keeps: site and signature of the broadcasts whose last value it could repeat.
     """
 
@@ -75,8 +75,12 @@ class Report(NamedTuple):
     leaving: bool = False
     joined: bool = False
     where: str = ""
-    knows: Tuple[int, ...] = ()
+    knows: Tuple[Tuple[int, int], ...] = ()
     keeps: Tuple[Tuple[int, int], ...] = ()
+
+    def calls_of(self, site: int) -> int:
+        """How often it has called a site from inside its training loop."""
+        return dict(self.knows).get(site, 0)
 
     @property
     def at_loop_end(self) -> bool:
@@ -121,7 +125,7 @@ def decide(reports: Sequence[Report]) -> Decision:
     callers = [report for report in reports if report.call is not None]
     assert callers
     # Ranks that have not joined still train: what they call comes first.
-    leader = min(callers, key=_precedence)
+    leader = min(callers, key=lambda report: _precedence(report, reports))
     call = leader.call
     assert call is not None
     uneven = any(report.joined for report in reports)
@@ -130,12 +134,16 @@ def decide(reports: Sequence[Report]) -> Decision:
         """Whether the call comes from inside a loop that this rank has left."""
         if report.call is not None and report.call.in_loop:
             return False
-        return bool(call.in_loop) or call.site in report.knows
+        return bool(call.in_loop) or report.calls_of(call.site) > 0
 
     def same_way(report: Report) -> bool:
         """Whether as much speaks for the leader having left the loop of ``report``."""
         assert report.call is not None
-        return not call.in_loop and report.call.site in leader.knows and not report.joined
+        theirs = report.call.site
+        if call.in_loop or report.joined or not leader.calls_of(theirs):
+            return False
+        # Where loops cannot be seen, the end of each epoch looks like part of one; but it comes less often.
+        return report.calls_of(call.site) <= report.calls_of(theirs)
 
     # A rank at its loop end stays if the others are still in that loop. They surely are if they
     # have trained a step meanwhile. Otherwise they may be asking whether to stop (ESPnet's loop):
@@ -181,10 +189,11 @@ def decide(reports: Sequence[Report]) -> Decision:
     return Decision(roles, call)
 
 
-def _precedence(report: Report) -> Tuple[bool, bool, bool, int, int]:
+def _precedence(report: Report, reports: Sequence[Report]) -> Tuple[bool, bool, bool, int, int, int]:
     call = report.call
     assert call is not None
-    return (report.joined, not call.in_loop, not call.barrier, call.site, report.rank)
+    often = sum(other.calls_of(call.site) for other in reports)
+    return (report.joined, not call.in_loop, not call.barrier, -often, call.site, report.rank)
 
 
 def _why_not(call: Call, mirroring: Sequence[Report]) -> Optional[str]:
@@ -227,7 +236,7 @@ def from_json(found: Dict[str, Any]) -> Report:
         **{
             **found,
             "call": Call(**call) if call is not None else None,
-            "knows": tuple(found["knows"]),
+            "knows": tuple((site, number) for site, number in found["knows"]),
             "keeps": tuple((site, signature) for site, signature in found["keeps"]),
         }
     )

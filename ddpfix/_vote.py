@@ -191,7 +191,7 @@ class Rendezvous:
         self._votes_kept: Deque[Tuple[Any, torch.Tensor]] = deque()
         # Places called from inside this rank's loop; and, where loops are not known,
         # those not yet followed by a step.
-        self._sites_in_loop: Dict[int, None] = {}
+        self._sites_in_loop: Dict[int, int] = {}  # and how often
         self._sites_since_step: Set[int] = set()
         # A collective of this rank's that may have paired with one that it was not meant to.
         self._doubtful: Optional[str] = None
@@ -217,7 +217,8 @@ class Rendezvous:
         if model not in self._held:
             self._hold(model)
         if self._sites_since_step:
-            self._sites_in_loop.update(dict.fromkeys(self._sites_since_step))
+            for site in self._sites_since_step:
+                self._note_site(site)
             self._sites_since_step.clear()
         self._doubtful = None
         self.trained[model] += 1
@@ -245,13 +246,15 @@ class Rendezvous:
         """
         self._attend(Kind.COLLECTIVE, collective=collective)
         if collective.of_loop:
-            self._sites_in_loop.pop(collective.site, None)
-            self._sites_in_loop[collective.site] = None
-            while len(self._sites_in_loop) > _SITES_TOLD:  # the places that were not called for longest
-                del self._sites_in_loop[next(iter(self._sites_in_loop))]
+            self._note_site(collective.site)
         elif collective.unknown:
             self._sites_since_step.add(collective.site)
         self._met()
+
+    def _note_site(self, site: int) -> None:
+        self._sites_in_loop[site] = self._sites_in_loop.pop(site, 0) + 1
+        while len(self._sites_in_loop) > _SITES_TOLD:  # the places that were not called for longest
+            del self._sites_in_loop[next(iter(self._sites_in_loop))]
 
     def loop_end(self, where: str) -> None:
         """Shadow the others until nobody is at a training step.
@@ -406,7 +409,7 @@ class Rendezvous:
                 leaving=kind is Kind.LEAVING,
                 joined=joined,
                 where=where,
-                knows=tuple(self._sites_in_loop),
+                knows=tuple(self._sites_in_loop.items()),
                 keeps=self._keeps(),
             )
             told = self._exchange({"report": to_json(mine_told), "behind": self._behind})

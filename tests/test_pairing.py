@@ -27,7 +27,7 @@ def after_loop(rank: int, site: int = METRIC, **more: Any) -> Report:
     return call(rank, site, in_loop=False, **more)
 
 
-def at_loop_end(rank: int, joined: bool = False, knows: Any = (LOSS,)) -> Report:
+def at_loop_end(rank: int, joined: bool = False, knows: Any = ((LOSS, 3),)) -> Report:
     return Report(rank, joined=joined, where="ended its training loop at train.py:9", knows=knows)
 
 
@@ -53,7 +53,10 @@ ROWS: dict[str, tuple[list[Report], list[Role]]] = {
     ),
     # A rank behind its loop whose end was not seen.
     "joined, the others in the loop": ([after_loop(0, joined=True), in_loop(1)], [MIRRORS, CALLS]),
-    "joined, the others at a place known from my loop": ([call(0, METRIC, joined=True, knows=(LOSS, METRIC)), call(1, LOSS)], [MIRRORS, CALLS]),
+    "joined, the others at a place known from my loop": (
+        [call(0, METRIC, joined=True, knows=((LOSS, 3), (METRIC, 3))), call(1, LOSS)],
+        [MIRRORS, CALLS],
+    ),
     "joined, the others at a place that I do not know": ([call(0, METRIC, joined=True), call(1, STOP)], [CALLS, CALLS]),
     "joined, the others behind the loop at another place": ([after_loop(0, joined=True), after_loop(1, STOP)], [CALLS, CALLS]),
     "both joined, on different sides of an if": (
@@ -66,15 +69,23 @@ ROWS: dict[str, tuple[list[Report], list[Role]]] = {
     "different collectives": ([call(0, METRIC), call(1, GATHER, signature=8)], [FAILS, FAILS]),
     "different collectives in the loop": ([in_loop(0), in_loop(1, GATHER, signature=8)], [FAILS, FAILS]),
     "different collectives, each knows the other's place": (
-        [call(0, METRIC, knows=(LOSS, METRIC)), call(1, LOSS, signature=8, knows=(LOSS, METRIC))],
+        [call(0, METRIC, knows=((LOSS, 3), (METRIC, 3))), call(1, LOSS, signature=8, knows=((LOSS, 3), (METRIC, 3)))],
         [FAILS, FAILS],
+    ),
+    "different collectives, one called less often: the end of an epoch": (
+        [call(0, METRIC, knows=((LOSS, 3), (METRIC, 1))), call(1, LOSS, signature=8, knows=((LOSS, 3), (METRIC, 1)))],
+        [MIRRORS, CALLS],
+    ),
+    "as before, with the numbers of the places the other way round": (
+        [call(0, LOSS, knows=((METRIC, 3), (LOSS, 1))), call(1, METRIC, signature=8, knows=((METRIC, 3), (LOSS, 1)))],
+        [MIRRORS, CALLS],
     ),
     "different collectives that do not wait": ([call(0, METRIC, asynchronous=True), call(1, GATHER, signature=8)], [CALLS, CALLS]),
     "a barrier and something else, uneven": ([call(0, METRIC, joined=True), call(1, STOP, signature=8, barrier=True)], [MIRRORS, CALLS]),
     "a barrier and something else, even": ([call(0, METRIC), call(1, STOP, signature=8, barrier=True)], [FAILS, FAILS]),
     # A rank that is leaving.
     "leaving, the others in the loop": ([leaving(0, joined=True), in_loop(1)], [MIRRORS, CALLS]),
-    "leaving, the others at a place known from my loop": ([leaving(0, knows=(LOSS,)), call(1, LOSS)], [MIRRORS, CALLS]),
+    "leaving, the others at a place known from my loop": ([leaving(0, knows=((LOSS, 3),)), call(1, LOSS)], [MIRRORS, CALLS]),
     "leaving, the others behind the loop": ([leaving(0, joined=True), after_loop(1)], [GOES, FAILS]),
     "leaving, the others at a barrier": ([leaving(0), after_loop(1, barrier=True)], [MIRRORS, CALLS]),
     # What cannot be neutral.
