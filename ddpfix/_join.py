@@ -406,6 +406,7 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
             barrier=mirror is not None and mirror["name"] == "barrier",
             asynchronous=operation.asynchronous,
             in_loop=position.in_body,
+            of_loop=position.of_loop,
             trains_on=position.trains_on,
             why_not=reason,
             reader=operation.reader,

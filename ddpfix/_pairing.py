@@ -37,7 +37,8 @@ class Call(NamedTuple):
         barrier: nothing but waiting is exchanged.
         asynchronous: it does not wait, so that other calls may overtake it.
         in_loop: it stands in the body of a running training loop; ``None`` where that is not known.
-        trains_on: and that loop ends only with its batches, so that training is sure to go on after the call.
+        of_loop: a training loader of that rank has batches left.
+        trains_on: it stands in a loop, which ends only with its batches, so that training is sure to go on after the call.
         why_not: why it would not be honest; ``None`` where it is.
         reader: the only rank (global) that sees what the others contribute; ``None`` where all do.
         source: the only rank (global) whose contribution counts; ``None`` where all do.
@@ -51,6 +52,7 @@ class Call(NamedTuple):
     barrier: bool = False
     asynchronous: bool = False
     in_loop: Optional[bool] = None
+    of_loop: bool = False
     trains_on: bool = False
     why_not: Optional[str] = None
     reader: Optional[int] = None
@@ -81,6 +83,11 @@ class Report(NamedTuple):
     def calls_of(self, site: int) -> int:
         """How often it has called a site from inside its training loop."""
         return dict(self.knows).get(site, 0)
+
+    @property
+    def has_run_out(self) -> bool:
+        """Whether it has no batches left, for all that is known; one that only accumulates may shadow a step, too."""
+        return self.joined and not (self.call is not None and (self.call.in_loop or self.call.of_loop))
 
     @property
     def at_loop_end(self) -> bool:
@@ -124,7 +131,7 @@ def decide(reports: Sequence[Report]) -> Decision:
     """
     callers = [report for report in reports if report.call is not None]
     assert callers
-    # Ranks that have not joined still train: what they call comes first.
+    # What those call that still train comes first.
     leader = min(callers, key=lambda report: _precedence(report, reports))
     call = leader.call
     assert call is not None
@@ -140,7 +147,7 @@ def decide(reports: Sequence[Report]) -> Decision:
         """Whether as much speaks for the leader having left the loop of ``report``."""
         assert report.call is not None
         theirs = report.call.site
-        if call.in_loop or report.joined or not leader.calls_of(theirs):
+        if call.in_loop or report.has_run_out or not leader.calls_of(theirs):
             return False
         # Where loops cannot be seen, the end of each epoch looks like part of one; but it comes less often.
         return report.calls_of(call.site) <= report.calls_of(theirs)
@@ -164,7 +171,7 @@ def decide(reports: Sequence[Report]) -> Decision:
             roles.append(Role.CALLS)
         elif theirs.signature == call.signature:
             # As without ddpfix, unless this rank has run out and the others have not.
-            behind = report.joined and not leader.joined and left_behind(report)
+            behind = report.has_run_out and not leader.has_run_out and left_behind(report)
             roles.append(Role.MIRRORS if behind else Role.CALLS)
         elif left_behind(report) and not same_way(report) or call.barrier and uneven:
             roles.append(Role.MIRRORS)
@@ -189,11 +196,11 @@ def decide(reports: Sequence[Report]) -> Decision:
     return Decision(roles, call)
 
 
-def _precedence(report: Report, reports: Sequence[Report]) -> Tuple[bool, bool, bool, int, int, int]:
+def _precedence(report: Report, reports: Sequence[Report]) -> Tuple[bool, bool, int, bool, int, int]:
     call = report.call
     assert call is not None
     often = sum(other.calls_of(call.site) for other in reports)
-    return (report.joined, not call.in_loop, not call.barrier, -often, call.site, report.rank)
+    return (report.has_run_out, not call.in_loop, -often, not call.barrier, call.site, report.rank)
 
 
 def _why_not(call: Call, mirroring: Sequence[Report]) -> Optional[str]:

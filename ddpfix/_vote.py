@@ -384,7 +384,8 @@ class Rendezvous:
                 if kind is Kind.FORWARD and winner == mine:
                     return result
                 self._model(winner.model).shadow_forward(winner, result.rank)
-                joined |= kind is not Kind.FORWARD
+                # A step, not an evaluation by ranks that may have come further than this one.
+                joined |= winner.sync and kind is not Kind.FORWARD
                 continue
 
             # Nobody is at a training step.
@@ -413,7 +414,9 @@ class Rendezvous:
                 keeps=self._keeps(),
             )
             told = self._exchange({"report": to_json(mine_told), "behind": self._behind})
-            decision = decide([from_json(one["report"]) for one in told])
+            reports = [from_json(one["report"]) for one in told]
+            decision = decide(reports)
+            logger.debug("rank %d, %s: %s", mine_told.rank, decision.roles[self.rank].name, reports)
             if any(
                 one["behind"] and role in (Role.CALLS, Role.GOES) for one, role in zip(told, decision.roles)
             ):

@@ -57,6 +57,10 @@ ROWS: dict[str, tuple[list[Report], list[Role]]] = {
         [call(0, METRIC, joined=True, knows=((LOSS, 3), (METRIC, 3))), call(1, LOSS)],
         [MIRRORS, CALLS],
     ),
+    "the others have shadowed my last step while they accumulated, and have more": (
+        [call(0, METRIC, signature=8, barrier=True, knows=((LOSS, 3),)), call(1, LOSS, joined=True, of_loop=True, knows=((LOSS, 3),))],
+        [MIRRORS, CALLS],
+    ),
     "joined, the others at a place that I do not know": ([call(0, METRIC, joined=True), call(1, STOP)], [CALLS, CALLS]),
     "joined, the others behind the loop at another place": ([after_loop(0, joined=True), after_loop(1, STOP)], [CALLS, CALLS]),
     "both joined, on different sides of an if": (
