@@ -113,11 +113,15 @@ class _Case:
 
 
 class Ranks:
-    """The test's side: hands cases to servers, which are started when first needed. May be used from several threads."""
+    """The test's side: hands cases to servers, which are started when first needed. May be used from several threads.
 
-    def __init__(self) -> None:
+    Arguments:
+        imports: a statement that imports what the cases need, besides torch.
+    """
+
+    def __init__(self, imports: str = "") -> None:
         # ddpfix is imported before torch, as a script does; a server for the other modes never imports it.
-        self._servers = {True: _Server("import ddpfix"), False: _Server("")}
+        self._servers = {True: _Server(f"import ddpfix\n{imports}"), False: _Server(imports)}
 
     def run(
         self,
