@@ -291,7 +291,7 @@ def describe(
     except Exception as error:  # bad arguments: torch itself says so, in a moment
         logger.debug("the arguments of %s could not be read: %s", name, error)
         return Operation(name, _hash(kind, members), why_not="its arguments could not be read")
-    mirror = {"name": name, "group": members, **parts.mirror} if parts.possible else None
+    mirror = {"name": name, "group": members, **parts.mirror} if parts.possible and members else None
     return Operation(
         f"{name}({', '.join(parts.words)})" if parts.words else name,
         _hash(kind, members, *parts.fits),

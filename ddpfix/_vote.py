@@ -447,7 +447,8 @@ class Rendezvous:
         data = json.dumps(told).encode()
         length = torch.tensor([-len(data)], dtype=torch.int64, device=self.device)
         all_reduce_min(self.group, length).wait()
-        padded = torch.zeros(-int(length.item()), dtype=torch.uint8)
+        # "cpu" is said, as a script may have set another default device.
+        padded = torch.zeros(-int(length.item()), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         mine = padded.to(self.device)
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
