@@ -47,6 +47,7 @@ class Operation(NamedTuple):
     Arguments:
         name: with what it works on, ``"all_reduce(float32[1], SUM)"``.
         signature: hash of everything that must be the same on all ranks for the call to work.
+        group: name of its process group.
         mirror: what :func:`take_part` needs, JSON-able; ``None`` if nobody can take part.
         why_not: why nobody can take part without something of its own.
         reader: the only rank (global) that sees what the others contribute.
@@ -58,6 +59,7 @@ class Operation(NamedTuple):
 
     name: str
     signature: int
+    group: str = ""
     mirror: Optional[Dict[str, Any]] = None
     why_not: Optional[str] = None
     reader: Optional[int] = None
@@ -290,11 +292,12 @@ def describe(
         row(parts)
     except Exception as error:  # bad arguments: torch itself says so, in a moment
         logger.debug("the arguments of %s could not be read: %s", name, error)
-        return Operation(name, _hash(kind, members), why_not="its arguments could not be read")
+        return Operation(name, _hash(kind, members), members, why_not="its arguments could not be read")
     mirror = {"name": name, "group": members, **parts.mirror} if parts.possible and members else None
     return Operation(
         f"{name}({', '.join(parts.words)})" if parts.words else name,
         _hash(kind, members, *parts.fits),
+        members,
         mirror,
         parts.why_not,
         parts.reader,
@@ -308,7 +311,7 @@ def describe(
 def unique(name: str, group: Optional[dist.ProcessGroup] = None) -> Operation:
     """Something else that all ranks do together, and that nobody can take part in halfway."""
     members = group_key(group) if group is not None else ""
-    return Operation(name, _hash(name, members), why_not="it is not a collective that could be mirrored")
+    return Operation(name, _hash(name, members), members, why_not="it is not a collective that could be mirrored")
 
 
 _signature_of = functools.lru_cache(maxsize=64)(inspect.signature)

@@ -56,7 +56,7 @@ class _State:
         )
         self.shadows: Dict[Any, List[Shadow]] = {}
         self.sent = _collectives.Kept()
-        self.loops = Loops(self._loop_ended, self._expects_training)
+        self.loops = Loops(self._loop_ended, self._expects_training, self._had_nothing)
         self.at_exit = AtExit(self.leave_all)
 
     def _loop_ended(self, trained: Set[Rendezvous], where: str) -> None:
@@ -64,7 +64,11 @@ class _State:
         # other models: their ranks may be training, and this rank with them soon.
         for rendezvous, _ in self.live_meetings():
             if rendezvous in trained:
-                rendezvous.loop_end(where)
+                rendezvous.loop_end(where, self.loops.ended)
+
+    def _had_nothing(self, models_of: Set[Rendezvous]) -> None:
+        for rendezvous in models_of:
+            rendezvous.may_be_needed()
 
     def _expects_training(self) -> Set[Rendezvous]:
         if not torch.is_grad_enabled():
@@ -404,18 +408,21 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
             signature=operation.signature,
             mirror=mirror,
             barrier=mirror is not None and mirror["name"] == "barrier",
+            group=operation.group,
             asynchronous=operation.asynchronous,
             in_loop=position.in_body,
             of_loop=position.of_loop,
             trains_on=position.trains_on,
+            loops=position.loops,
             why_not=reason,
             reader=operation.reader,
             source=operation.source,
         )
 
+    in_loop = True if position.loops else position.in_body
     for rendezvous in concerned:
         rendezvous.collective(
-            Collective(site, operation.signature, call, position.in_body, position.of_loop, position.unknown)
+            Collective(site, operation.signature, call, in_loop, position.of_loop, position.ended)
         )
     reduced.clear()
     if isinstance(sent, torch.Tensor) or position.in_body is not False:

@@ -194,7 +194,7 @@ def _between(iterator: object) -> bool:
 class _Feed:
     """What one DataLoader iterator has handed out."""
 
-    __slots__ = ("__weakref__", "created", "handed", "length", "owner", "steps_then", "trained", "where")
+    __slots__ = ("__weakref__", "created", "handed", "length", "owner", "stepped", "steps_then", "trained", "where")
 
     def __init__(self) -> None:
         self.created: Optional[Tuple[types.CodeType, int, bool]] = None
@@ -206,6 +206,7 @@ class _Feed:
         self.handed = 0
         self.steps_then = 0  # Loops.steps when the last batch was handed out
         self.trained: Set[Any] = set()  # what was trained on its batches
+        self.stepped = False  # steps were made on them, be it only to accumulate gradients
         # The loop it feeds, without keeping the frame alive.
         self.where: Optional[Tuple[int, types.CodeType, int, int]] = None
 
@@ -217,13 +218,16 @@ class Position(NamedTuple):
         in_body: in the body of a training loop; ``None`` where that is not known.
         trains_on: and that loop is left only with its last batch.
         of_loop: a training loader has batches left, so the call may well belong to the loop that it feeds.
-        unknown: no loader has fed a training step so far.
+        loops: the ``for`` statements over DataLoaders around it, known to train or not; and whether they are
+            left only with their last batch.
+        ended: the ``for`` statement of the training loop that has ended last, unless it has begun anew.
     """
 
     in_body: Optional[bool]
     trains_on: bool = False
     of_loop: bool = False
-    unknown: bool = False
+    loops: Tuple[Tuple[int, bool], ...] = ()
+    ended: Optional[int] = None
 
 
 class Loops:
@@ -234,18 +238,24 @@ class Loops:
             DataLoader that fed training steps has ended, with what was trained
             in it (the subjects given to :meth:`trained`) and the place in the script.
         expects_training: what an empty loader may have been meant to train:
-            asked only when a plain ``for`` got no batch at all from a loader
-            that never fed a training step.
+            asked only where there was no batch at all, from a loader that never
+            fed a training step.
+        on_nothing: called, with that, where an explicit ``next()`` got no batch at
+            all: whether a loop has ended is not known, but others may train.
     """
 
     def __init__(
-        self, on_end: Callable[[Set[Any], str], None], expects_training: Callable[[], Set[Any]]
+        self,
+        on_end: Callable[[Set[Any], str], None],
+        expects_training: Callable[[], Set[Any]],
+        on_nothing: Callable[[Set[Any]], None],
     ) -> None:
         self.steps = 0
         self._knows_loops = False  # a plain ``for`` over a DataLoader was seen
-        self._fed = False  # a DataLoader has fed a training step
+        self.ended: Optional[int] = None  # see Position
         self.on_end = on_end
         self._expects_training = expects_training
+        self._on_nothing = on_nothing
         self.thread: Optional[int] = None
         self._feeds: weakref.WeakSet[_Feed] = weakref.WeakSet()
         self._last_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -298,6 +308,8 @@ class Loops:
             statement = for_statement(_asker(frame, iterator))
             if statement is not None:
                 self._knows_loops = True
+                if self.ended == _key(statement.frame.f_code, statement.start):
+                    self.ended = None
                 feed.where = (
                     id(statement.frame),
                     statement.frame.f_code,
@@ -319,26 +331,34 @@ class Loops:
         # that holds a batch back and trains on it afterwards meets the others here, too.
         self._note_training(feed)
         created, trained = feed.created, set(feed.trained)
-        without_batches = not feed.handed
+        # A loop shorter than a window of accumulation is like an empty one.
+        nothing = not feed.handed
+        no_step = nothing or (feed.stepped and not trained)
         before = self._trained_before(feed)
         feed.reset()
-        if not (trained or without_batches) or threading.get_ident() != self.thread:
+        if not (trained or no_step) or threading.get_ident() != self.thread:
             # There were batches and none was trained on: no training loop (rank 0 alone may
             # evaluate on its training data). Or a prefetch thread reads ahead.
             return set()
         statement = for_statement(_asker(frame, iterator))
-        if statement is None or self._body_around(statement.frame, feed) is not None:
+        if statement is None:
+            if nothing:
+                self._on_nothing(before or self._expects_training())
             return set()
-        if without_batches:
+        self._knows_loops = True
+        if any(trains for _, _, trains in self._around(statement.frame, feed)):
+            return set()
+        if no_step:
             # A rank without any batch has to meet the others, too; but an empty loader
             # beside loops that are known to train is some other one.
             site = (statement.frame.f_code, statement.start)
             trained = before
             if not trained and (site in self._training_sites or not self._training_sites):
                 trained = self._expects_training()
-        if not trained:
+        if not trained or not self._ends_its_for(iterator, created, statement):
             return set()
-        return trained if self._ends_its_for(iterator, created, statement) else set()
+        self.ended = _key(statement.frame.f_code, statement.start)
+        return trained
 
     # -- the rules -------------------------------------------------------------
 
@@ -346,9 +366,9 @@ class Loops:
         """Note what was trained on the last batch of ``feed``."""
         if not feed.handed or self.steps == feed.steps_then:
             return
+        feed.stepped = True
         subjects = {s for s, step in self._last_step.items() if step > feed.steps_then}
         feed.trained |= subjects
-        self._fed |= bool(subjects)
         if subjects and feed.where is not None and len(self._training_sites) < 256:
             self._training_sites.add((feed.where[1], feed.where[2]))
         owner = feed.owner() if feed.owner is not None else None
@@ -361,37 +381,47 @@ class Loops:
         return feed.trained | set(self._trained_by.get(owner, ()) if owner is not None else ())
 
     def position(self, frame: types.FrameType) -> Position:
-        """Where the code at ``frame`` stands."""
-        body = self._body_around(frame, None)
-        if body is not None:
-            code, start, end = body
-            return Position(True, not _instructions(code).leaves_early(start, end), True)
+        """Where the code at ``frame`` stands; where a rule fails, nothing is known."""
+        return _guarded(self._position, frame) or Position(None)
+
+    def _position(self, frame: types.FrameType) -> Position:
+        around = self._around(frame, None)
+        loops = tuple(
+            (_key(code, start), not _instructions(code).leaves_early(start, end)) for (_, code, start, end), _, _ in around
+        )
+        for (_, only_by_last), (_, _, trains) in zip(loops, around):
+            if trains:
+                return Position(True, only_by_last, True, loops=loops, ended=self.ended)
         # Loops by explicit next(), and those behind a prefetcher, have no ``for`` that could be seen.
         feeding = any(self._trains(feed) for feed in list(self._feeds) if feed.where is None)
-        known = self._knows_loops and not feeding
-        return Position(False if known else None, of_loop=feeding, unknown=not self._fed)
+        known = self._knows_loops and not feeding and not loops
+        return Position(False if known else None, False, feeding, loops, self.ended)
 
     def _trains(self, feed: _Feed) -> bool:
         """Whether ``feed`` feeds training steps and may have more batches."""
         if feed.where is None and feed.length is not None and feed.handed >= feed.length:
             return False  # whoever counts them does not ask for one more (Lightning)
-        return bool(feed.handed and (self._trained_before(feed) or self.steps > feed.steps_then))
+        stepped = feed.stepped or self.steps > feed.steps_then
+        return bool(feed.handed and (stepped or self._trained_before(feed)))
 
-    def _body_around(
+    def _around(
         self, frame: Optional[types.FrameType], but: Optional[_Feed]
-    ) -> Optional[Tuple[types.CodeType, int, int]]:
-        """The training loop that still iterates, other than that of ``but``, in whose body ``frame`` runs."""
-        outer = [
-            other.where
-            for other in list(self._feeds)
-            if other is not but and other.where is not None and self._trains(other)
-        ]
-        while outer and frame is not None:
-            for ident, code, start, end in outer:
+    ) -> List[Tuple[Tuple[int, types.CodeType, int, int], _Feed, bool]]:
+        """The loops that still iterate, other than that of ``but``, in whose body ``frame`` runs, innermost first.
+
+        Returns:
+            For each: where it is, what feeds it, and whether it is known to train.
+        """
+        feeds = [other for other in list(self._feeds) if other is not but and other.where is not None and other.handed]
+        found = []
+        while feeds and frame is not None:
+            for feed in feeds:
+                assert feed.where is not None
+                ident, code, start, end = feed.where
                 if id(frame) == ident and frame.f_code is code and start < frame.f_lasti < end:
-                    return code, start, end
+                    found.append((feed.where, feed, self._trains(feed)))
             frame = frame.f_back
-        return None
+        return found
 
     def _ends_its_for(
         self,
@@ -436,6 +466,11 @@ def _asker(frame: Optional[types.FrameType], iterator: object) -> Optional[types
             break
         frame = frame.f_back
     return frame
+
+
+def _key(code: types.CodeType, offset: int) -> int:
+    """Hash of a ``for`` statement that ranks share."""
+    return zlib.crc32(f"{os.path.basename(code.co_filename)}:{code.co_name}:{offset}".encode())
 
 
 def call_site(frame: Optional[types.FrameType]) -> int:

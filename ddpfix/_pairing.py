@@ -35,10 +35,13 @@ class Call(NamedTuple):
         mirror: what a rank needs to know to take part without anything of its own
             (:func:`ddpfix._collectives.take_part`); ``None`` where that is impossible.
         barrier: nothing but waiting is exchanged.
-        asynchronous: it does not wait, so that other calls may overtake it.
+        group: name of its process group.
+        asynchronous: it does not wait, so that calls on other groups may overtake it.
         in_loop: it stands in the body of a running training loop; ``None`` where that is not known.
         of_loop: a training loader of that rank has batches left.
         trains_on: it stands in a loop, which ends only with its batches, so that training is sure to go on after the call.
+        loops: the ``for`` statements over DataLoaders that it stands in, and whether they are left only with
+            their last batch.
         why_not: why it would not be honest; ``None`` where it is.
         reader: the only rank (global) that sees what the others contribute; ``None`` where all do.
         source: the only rank (global) whose contribution counts; ``None`` where all do.
@@ -50,10 +53,12 @@ class Call(NamedTuple):
     signature: int
     mirror: Optional[Dict[str, Any]] = None
     barrier: bool = False
+    group: str = ""
     asynchronous: bool = False
     in_loop: Optional[bool] = None
     of_loop: bool = False
     trains_on: bool = False
+    loops: Tuple[Tuple[int, bool], ...] = ()
     why_not: Optional[str] = None
     reader: Optional[int] = None
     source: Optional[int] = None
@@ -68,8 +73,9 @@ class Report(NamedTuple):
         leaving: it has ended its training and is leaving the process group.
         joined: it has shadowed a step, or mirrored a call, of others since it began to wait.
         where: where it stands if it calls nothing, in words.
-        knows: sites that it seems to have called from inside its own training loop, and how often.
+        knows: sites that it has called, and how often, as it seems, from inside its own training loop.
         keeps: site and signature of the broadcasts whose last value it could repeat.
+        ended: the ``for`` statement of the training loop that has ended last on it, unless it has begun anew.
     """
 
     rank: int
@@ -79,6 +85,7 @@ class Report(NamedTuple):
     where: str = ""
     knows: Tuple[Tuple[int, int], ...] = ()
     keeps: Tuple[Tuple[int, int], ...] = ()
+    ended: Optional[int] = None
 
     def calls_of(self, site: int) -> int:
         """How often it has called a site from inside its training loop."""
@@ -141,7 +148,11 @@ def decide(reports: Sequence[Report]) -> Decision:
         """Whether the call comes from inside a loop that this rank has left."""
         if report.call is not None and report.call.in_loop:
             return False
-        return bool(call.in_loop) or report.calls_of(call.site) > 0
+        if call.in_loop or report.ended in dict(call.loops) or report.calls_of(call.site):
+            return True
+        # It has been there before, has run out, and now stands elsewhere: the others are there once more. (A rank at
+        # its loop end is not behind its loop yet, where that place may be next.)
+        return report.has_run_out and not report.at_loop_end and call.site in dict(report.knows)
 
     def same_way(report: Report) -> bool:
         """Whether as much speaks for the leader having left the loop of ``report``."""
@@ -152,11 +163,21 @@ def decide(reports: Sequence[Report]) -> Decision:
         # Where loops cannot be seen, the end of each epoch looks like part of one; but it comes less often.
         return report.calls_of(call.site) <= report.calls_of(theirs)
 
+    def in_step(report: Report) -> bool:
+        """Whether both are in their loops, at places that the other one comes by, too, but not in the same step."""
+        assert report.call is not None
+        return report.calls_of(call.site) > 0 and leader.calls_of(report.call.site) > 0 and bool(
+            call.in_loop and report.call.in_loop
+        )
+
     # A rank at its loop end stays if the others are still in that loop. They surely are if they
     # have trained a step meanwhile. Otherwise they may be asking whether to stop (ESPnet's loop):
     # then its own answer comes next, from behind the loop, and it has to go and give it.
-    stays = uneven or call.barrier or call.trains_on
-    goes = [report.at_loop_end and not (stays and left_behind(report)) for report in reports]
+    def stays(report: Report) -> bool:
+        surely = uneven or call.barrier or call.trains_on or (report.ended, True) in call.loops
+        return surely and left_behind(report)
+
+    goes = [report.at_loop_end and not stays(report) for report in reports]
     if any(goes):
         return Decision([Role.GOES if go else Role.ASKS for go in goes])
 
@@ -175,8 +196,10 @@ def decide(reports: Sequence[Report]) -> Decision:
             roles.append(Role.MIRRORS if behind else Role.CALLS)
         elif left_behind(report) and not same_way(report) or call.barrier and uneven:
             roles.append(Role.MIRRORS)
-        elif theirs.asynchronous or call.asynchronous:
-            roles.append(Role.CALLS)  # they need not be meant to meet
+        elif (theirs.asynchronous or call.asynchronous) and theirs.group != call.group:
+            roles.append(Role.CALLS)  # they are not meant to meet
+        elif in_step(report):
+            roles.append(Role.MIRRORS)
         else:
             return _fails(reports, _different(callers))
 
@@ -196,11 +219,13 @@ def decide(reports: Sequence[Report]) -> Decision:
     return Decision(roles, call)
 
 
-def _precedence(report: Report, reports: Sequence[Report]) -> Tuple[bool, bool, int, bool, int, int]:
+def _precedence(report: Report, reports: Sequence[Report]) -> Tuple[bool, int, int, bool, int, int]:
     call = report.call
     assert call is not None
     often = sum(other.calls_of(call.site) for other in reports)
-    return (report.has_run_out, not call.in_loop, -often, not call.barrier, call.site, report.rank)
+    in_loop = call.in_loop or any(other.ended in dict(call.loops) for other in reports)
+    inside = 0 if in_loop else 1 if call.in_loop is None else 2
+    return (report.has_run_out, inside, -often, not call.barrier, call.site, report.rank)
 
 
 def _why_not(call: Call, mirroring: Sequence[Report]) -> Optional[str]:
@@ -242,7 +267,7 @@ def from_json(found: Dict[str, Any]) -> Report:
     return Report(
         **{
             **found,
-            "call": Call(**call) if call is not None else None,
+            "call": Call(**{**call, "loops": tuple(map(tuple, call["loops"]))}) if call is not None else None,
             "knows": tuple((site, number) for site, number in found["knows"]),
             "keeps": tuple((site, signature) for site, signature in found["keeps"]),
         }

@@ -69,10 +69,10 @@ class Collective(NamedTuple):
         signature: hash of everything that must be the same on all ranks for it
             to work, below ``2**32``.
         call: tells the rest, when it comes to that.
-        in_loop: whether the call stands in the body of a training loop;
+        in_loop: whether the call stands in the body of a loop over batches;
             ``None`` if that is not known.
         of_loop: whether such calls may be taken for part of the loop.
-        unknown: nothing is known of the script's loops: a step that follows tells.
+        ended: the training loop that has ended last on this rank.
     """
 
     site: int
@@ -80,7 +80,7 @@ class Collective(NamedTuple):
     call: Callable[[], Call]
     in_loop: Optional[bool] = None
     of_loop: bool = False
-    unknown: bool = False
+    ended: Optional[int] = None
 
 
 class Mirror(Protocol):
@@ -126,7 +126,7 @@ _DETAIL_BITS = 36
 _SITE_BITS = 32
 _HASHES = 1 << 32  # sites and signatures are below
 
-# Places of collectives in its loop that a rank remembers, and tells the others where needed.
+# Places of collectives that a rank remembers, and tells the others where needed.
 _SITES_TOLD = 64
 
 # The last votes of process groups that are gone. A worker thread of gloo may hold
@@ -189,10 +189,11 @@ class Rendezvous:
         # A vote stays alive until a later one has been read: a dropped NCCL work may
         # let go of memory that is still being reduced.
         self._votes_kept: Deque[Tuple[Any, torch.Tensor]] = deque()
-        # Places called from inside this rank's loop; and, where loops are not known,
-        # those not yet followed by a step.
-        self._sites_in_loop: Dict[int, int] = {}  # and how often
-        self._sites_since_step: Set[int] = set()
+        # Places that this rank has called, and how often from inside its loop; and after which step.
+        self._sites: Dict[int, int] = {}
+        self._step_of_site: Dict[int, int] = {}
+        # It has shadowed a step, or mirrored a call, and neither trained nor met all others since.
+        self._joined = False
         # A collective of this rank's that may have paired with one that it was not meant to.
         self._doubtful: Optional[str] = None
 
@@ -203,6 +204,12 @@ class Rendezvous:
         self.shadowed.append(0)
         self._hold(len(self.models) - 1)
         self.open = True
+
+    def may_be_needed(self) -> None:
+        """Others may be training, with or without a word of this rank: it leaves with them, and keeps the models until then."""
+        self.open = True
+        for model in range(len(self.models)):
+            self._hold(model)
 
     # -- what the ranks vote for -----------------------------------------------------
 
@@ -216,11 +223,8 @@ class Rendezvous:
         self.open = True
         if model not in self._held:
             self._hold(model)
-        if self._sites_since_step:
-            for site in self._sites_since_step:
-                self._note_site(site)
-            self._sites_since_step.clear()
         self._doubtful = None
+        self._joined = False
         self.trained[model] += 1
         self.last_vote = lambda: f"trained a step of model {model}"
         self._cast(Kind.BACKWARD, model)
@@ -245,18 +249,17 @@ class Rendezvous:
             CollectiveMismatchError: the ranks are at collectives that cannot meet.
         """
         self._attend(Kind.COLLECTIVE, collective=collective)
-        if collective.of_loop:
-            self._note_site(collective.site)
-        elif collective.unknown:
-            self._sites_since_step.add(collective.site)
+        site, step = collective.site, sum(self.trained)
+        # Where the loop is not known, what is called in one step (of each model) after the other is in it.
+        again = 0 < step - self._step_of_site.get(site, step) <= len(self.models)
+        self._step_of_site[site] = step
+        self._sites[site] = self._sites.pop(site, 0) + (collective.of_loop or again)
+        while len(self._sites) > _SITES_TOLD:  # the places that were not called for longest
+            oldest = next(iter(self._sites))
+            del self._sites[oldest], self._step_of_site[oldest]
         self._met()
 
-    def _note_site(self, site: int) -> None:
-        self._sites_in_loop[site] = self._sites_in_loop.pop(site, 0) + 1
-        while len(self._sites_in_loop) > _SITES_TOLD:  # the places that were not called for longest
-            del self._sites_in_loop[next(iter(self._sites_in_loop))]
-
-    def loop_end(self, where: str) -> None:
+    def loop_end(self, where: str, loop: Optional[int]) -> None:
         """Shadow the others until nobody is at a training step.
 
         That the others do not answer is no error of a rank that has trained its
@@ -264,18 +267,18 @@ class Rendezvous:
 
         Arguments:
             where: the place in the script, for the log.
+            loop: hash of the loop.
 
         Raises:
             CollectiveMismatchError: the others call a collective in their loop that
                 this rank cannot take part in.
         """
         try:
-            self._attend(Kind.LOOP_END, where=f"ended its training loop at {where}")
+            self._attend(Kind.LOOP_END, where=f"ended its training loop at {where}", ended=loop)
             self._met()
         except _Unanswered as error:
             self._go_alone("waiting at the end of the loop", error)
-        self._sites_in_loop.clear()
-        self._sites_since_step.clear()
+        self._joined = False
 
     def leave(self, patience: float, others_left: Callable[[], bool]) -> None:
         """Shadow the others until all leave.
@@ -331,15 +334,16 @@ class Rendezvous:
         patience: Optional[float] = None,
         nobody_comes: Optional[Callable[[], bool]] = None,
         where: str = "",
+        ended: Optional[int] = None,
     ) -> Optional[_Ballot]:
         """Vote, and shadow what wins, until it is this rank's turn.
 
         Returns:
             The result that it goes on with; ``None`` if nothing collective was left to do.
         """
-        joined, mine = False, None
+        mine = None
         started = time.monotonic()
-        self.last_vote = lambda: _words(where, collective) + (" and is shadowing" if joined else "")
+        self.last_vote = lambda: _words(where, collective) + (" and is shadowing" if self._joined else "")
         while True:
             detail = 0
             if forward is not None:
@@ -348,8 +352,8 @@ class Rendezvous:
                     return None
                 detail = _pack_forward(mine, self._behind)
             elif collective is not None:
-                detail = _pack_collective(collective, joined)
-            work, tensor = self._cast(kind, detail, joined, collective)
+                detail = _pack_collective(collective, self._joined)
+            work, tensor = self._cast(kind, detail, self._joined, collective)
             self.waiting_since = time.monotonic()
             try:
                 if patience is not None and nobody_comes is not None:
@@ -369,9 +373,9 @@ class Rendezvous:
             if result.kind is Kind.BACKWARD:
                 self._model(result.detail).shadow_backward()
                 self.shadowed[result.detail] += 1
-                if not joined and kind is not Kind.FORWARD:
+                if kind is not Kind.FORWARD:
                     self._warn_of_doubtful()
-                self._behind = joined = True
+                self._behind = self._joined = True
                 now = time.monotonic()
                 self.seconds_waited += now - started
                 started = now
@@ -385,7 +389,7 @@ class Rendezvous:
                     return result
                 self._model(winner.model).shadow_forward(winner, result.rank)
                 # A step, not an evaluation by ranks that may have come further than this one.
-                joined |= winner.sync and kind is not Kind.FORWARD
+                self._joined |= winner.sync and kind is not Kind.FORWARD
                 continue
 
             # Nobody is at a training step.
@@ -408,10 +412,11 @@ class Rendezvous:
                 rank=dist.get_rank(),
                 call=collective.call() if collective is not None else None,
                 leaving=kind is Kind.LEAVING,
-                joined=joined,
+                joined=self._joined,
                 where=where,
-                knows=tuple(self._sites_in_loop.items()),
+                knows=tuple(self._sites.items()),
                 keeps=self._keeps(),
+                ended=collective.ended if collective is not None else ended,
             )
             told = self._exchange({"report": to_json(mine_told), "behind": self._behind})
             reports = [from_json(one["report"]) for one in told]
@@ -422,6 +427,8 @@ class Rendezvous:
             ):
                 self._all_catch_up(result)
             role = decision.roles[self.rank]
+            if all(each is Role.CALLS for each in decision.roles):
+                self._joined = False
             if role is Role.FAILS:
                 raise CollectiveMismatchError(f"ddpfix, rank {mine_told.rank}: {decision.error}.")
             if role is Role.GOES and decision.error:  # only a rank that is leaving comes here
@@ -431,7 +438,7 @@ class Rendezvous:
             if role is Role.MIRRORS:
                 assert decision.call is not None
                 self._mirror(decision.call)
-                joined = True
+                self._joined = True
 
     def _model(self, number: int) -> Model:
         if number >= len(self.models):

@@ -61,6 +61,11 @@ ROWS: dict[str, tuple[list[Report], list[Role]]] = {
         [call(0, METRIC, signature=8, barrier=True, knows=((LOSS, 3),)), call(1, LOSS, joined=True, of_loop=True, knows=((LOSS, 3),))],
         [MIRRORS, CALLS],
     ),
+    "joined, the others at a place where I was before": ([call(0, METRIC, joined=True, knows=((LOSS, 0),)), call(1, LOSS)], [MIRRORS, CALLS]),
+    "at its loop end, the others at a place where it was before": (
+        [at_loop_end(0, joined=True, knows=((METRIC, 0),)), call(1, METRIC)],
+        [GOES, ASKS],
+    ),
     "joined, the others at a place that I do not know": ([call(0, METRIC, joined=True), call(1, STOP)], [CALLS, CALLS]),
     "joined, the others behind the loop at another place": ([after_loop(0, joined=True), after_loop(1, STOP)], [CALLS, CALLS]),
     "both joined, on different sides of an if": (
@@ -84,7 +89,32 @@ ROWS: dict[str, tuple[list[Report], list[Role]]] = {
         [call(0, LOSS, knows=((METRIC, 3), (LOSS, 1))), call(1, METRIC, signature=8, knows=((METRIC, 3), (LOSS, 1)))],
         [MIRRORS, CALLS],
     ),
-    "different collectives that do not wait": ([call(0, METRIC, asynchronous=True), call(1, GATHER, signature=8)], [CALLS, CALLS]),
+    "different collectives that do not wait": ([call(0, METRIC, asynchronous=True), call(1, GATHER, signature=8)], [FAILS, FAILS]),
+    "different collectives that do not wait, on different groups": (
+        [call(0, METRIC, asynchronous=True, group="a"), call(1, GATHER, signature=8, group="b")],
+        [CALLS, CALLS],
+    ),
+    "both in a loop, one step apart, at places that both come by": (
+        [in_loop(0, LOSS, knows=((LOSS, 3), (METRIC, 1))), in_loop(1, METRIC, signature=8, knows=((LOSS, 3), (METRIC, 1)))],
+        [CALLS, MIRRORS],
+    ),
+    "the loop that this rank has left, before the first step of the others": (
+        [at_loop_end(0, knows=())._replace(ended=5), call(1, LOSS, loops=((5, True),))],
+        [MIRRORS, CALLS],
+    ),
+    "as before, but they may be asking whether to stop": (
+        [at_loop_end(0, knows=())._replace(ended=5), call(1, LOSS, loops=((5, False),))],
+        [GOES, ASKS],
+    ),
+    "another loop": ([at_loop_end(0, joined=True, knows=())._replace(ended=5), call(1, LOSS, loops=((6, True),))], [GOES, ASKS]),
+    "behind the loop, and in it before the first step": (
+        [after_loop(0, signature=8)._replace(ended=5), call(1, LOSS, loops=((5, True),))],
+        [MIRRORS, CALLS],
+    ),
+    "not known to be in a loop, and known to be behind one": (
+        [after_loop(0, LOSS, signature=8, knows=((METRIC, 1),)), call(1, METRIC)],
+        [MIRRORS, CALLS],
+    ),
     "a barrier and something else, uneven": ([call(0, METRIC, joined=True), call(1, STOP, signature=8, barrier=True)], [MIRRORS, CALLS]),
     "a barrier and something else, even": ([call(0, METRIC), call(1, STOP, signature=8, barrier=True)], [FAILS, FAILS]),
     # A rank that is leaving.
