@@ -258,6 +258,8 @@ class Rendezvous:
             oldest = next(iter(self._sites))
             del self._sites[oldest], self._step_of_site[oldest]
         self._met()
+        if self._doubtful is not None:
+            self.may_be_needed()
 
     def loop_end(self, where: str, loop: Optional[int]) -> None:
         """Shadow the others until nobody is at a training step.

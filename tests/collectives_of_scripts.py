@@ -68,6 +68,20 @@ def tokens_before_each_step(rank: int, world_size: int, mode: str, counts: tuple
     return {"numbers": numbers, "means": means, "parameters": training.parameters()}
 
 
+def tokens_in_a_loop_with_a_way_out(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Result:
+    """As before, but for all that ddpfix can see, the number may be a flag that tells who has run out."""
+    training = Training(rank, counts)
+    for step, batch in enumerate(training.loader):
+        number = torch.ones(1)
+        dist.all_reduce(number)
+        training.step(batch, number)
+        if step == 100:
+            break
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return {"total": total.item()}
+
+
 def espnet(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Result:
     """The first rank that runs out of batches stops all: two places, one in the loop and one behind it."""
     training, flags = Training(rank, counts), []
@@ -432,6 +446,8 @@ def wrong_collective(rank: int, world_size: int, mode: str, which: str) -> Resul
         dist.all_reduce(torch.zeros(3), op=dist.ReduceOp.MAX)
     elif which == "a barrier":
         dist.barrier()
+    elif which == "an asynchronous one":
+        dist.all_gather([torch.zeros(1) for _ in range(world_size)], torch.zeros(1), async_op=True).wait()
     return {}
 
 

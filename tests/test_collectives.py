@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 import collectives_of_scripts as scripts
+import odd_scripts
 import pytest
 import torch
 from compare import difference
@@ -91,6 +92,14 @@ def test_tokens_before_each_step(ranks: Ranks, world: int) -> None:
     for rank, value in enumerate(values):
         assert value["numbers"] == [sum(step < n for n in UNEVEN[:world]) for step in range(UNEVEN[rank])] * 2
         assert value["means"] == values[0]["means"]
+
+
+def test_a_doubtful_pairing_is_told(ranks: Ranks) -> None:
+    outcome = ranks.run(scripts.tokens_in_a_loop_with_a_way_out, 2, DDPFIX, UNEVEN)
+    assert "rank 0 had ended its training loop when its collective at collectives_of_scripts.py:" in outcome.ranks[0].output
+    for even in (EVEN, (3, 3, 3)):
+        assert all("had ended" not in rank.output for rank in ranks.run(scripts.tokens_in_a_loop_with_a_way_out, 2, DDPFIX, even).ranks)
+    assert "had ended" not in ranks.run(scripts.espnet, 2, DDPFIX, UNEVEN).ranks[0].output
 
 
 @pytest.mark.parametrize("script", [scripts.one_function_for_all, scripts.loop_over_a_list, scripts.look_ahead], ids=lambda s: s.__name__)
@@ -223,7 +232,13 @@ def test_where_no_honest_value_exists_all_ranks_raise(ranks: Ranks, which: str) 
     assert len(even) == 2
 
 
-@pytest.mark.parametrize("which", ["another function", "another size", "another type", "another operator", "a barrier"])
+@pytest.mark.parametrize("name", odd_scripts.SCRIPTS)
+def test_who_is_still_in_a_loop(ranks: Ranks, name: str) -> None:
+    values = ours(ranks, odd_scripts.run, name)
+    assert values == odd_scripts.SCRIPTS[name][1]
+
+
+@pytest.mark.parametrize("which", ["another function", "another size", "another type", "another operator", "a barrier", "an asynchronous one"])
 def test_a_wrong_collective_is_named_on_all_ranks(ranks: Ranks, which: str) -> None:
     outcome = ranks.run(scripts.wrong_collective, 2, DDPFIX, which)
     for rank in outcome.ranks:

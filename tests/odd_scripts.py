@@ -1,0 +1,181 @@
+"""Scripts in which it is hard to tell who is still in a loop; each was once told wrongly. What the two ranks return is known."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+
+class Training:
+    def __init__(self, rank: int, norm: bool = False) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        layers: list[torch.nn.Module] = [torch.nn.Linear(4, 2), *([torch.nn.BatchNorm1d(2)] if norm else [])]
+        self.model = DDP(torch.nn.Sequential(*layers))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def loader(self, *counts: int) -> Any:
+        return DataLoader(torch.randn(2 * counts[self.rank], 4), batch_size=2)  # type: ignore[arg-type]
+
+    def step(self, x: torch.Tensor, synchronise: bool = True) -> None:
+        if not synchronise:
+            with self.model.no_sync():
+                self.model(x).square().sum().backward()
+            return
+        self.model(x).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def total(value: float = 1.0) -> float:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+#: name -> function of the rank, and what ranks 0 and 1 return.
+SCRIPTS: dict[str, tuple[Callable[[int], Any], list[Any]]] = {}
+
+
+def returns(*expected: Any) -> Callable[[Callable[[int], Any]], Callable[[int], Any]]:
+    def enter(function: Callable[[int], Any]) -> Callable[[int], Any]:
+        SCRIPTS[function.__name__] = (function, list(expected))
+        return function
+
+    return enter
+
+
+def run(rank: int, world_size: int, mode: str, name: str) -> Any:
+    return SCRIPTS[name][0](rank)
+
+
+@returns([2.0, 2.0], [2.0, 2.0])
+def a_sum_of_a_rank_that_has_trained_nothing_yet(rank: int) -> Any:
+    training, sums = Training(rank), []
+    for counts in ((0, 2), (1, 3)):
+        for i, x in enumerate(training.loader(*counts)):
+            training.step(x)
+            if i == 1:
+                break
+        sums.append(total())
+    return sums
+
+
+@returns(([2.0, 2.0], 20.0), ([2.0, 2.0, 1.0, 1.0], 20.0))
+def a_loop_over_a_list_after_one_over_a_loader(rank: int) -> Any:
+    training, ones = Training(rank), []
+    for x in training.loader(2, 2):
+        training.step(x)
+    for x in list(training.loader(2, 4)):
+        training.step(x)
+        ones.append(total())
+    return ones, total(10.0)
+
+
+@returns(([2.0], 20.0), ([2.0, 1.0, 1.0], 20.0))
+def a_loop_over_a_list_of_one_batch(rank: int) -> Any:
+    training, ones = Training(rank), []
+    for x in list(training.loader(1, 3)):
+        training.step(x)
+        ones.append(total())
+    return ones, total(10.0)
+
+
+@returns(([], 20.0), ([1.0, 1.0], 20.0))
+def a_call_before_the_first_step(rank: int) -> Any:
+    training, ones = Training(rank), []
+    for x in training.loader(0, 2):
+        ones.append(total())
+        training.step(x)
+    return ones, total(10.0)
+
+
+@returns(["from 0"], ["from 0"] * 3)
+def a_broadcast_before_the_first_step(rank: int) -> Any:
+    training, got = Training(rank), []
+    for x in training.loader(1, 3):
+        objects = [f"from {rank}"]
+        dist.broadcast_object_list(objects, 0)
+        got.append(objects[0])
+        training.step(x)
+    return got
+
+
+@returns(([], 20.0), ([1.0] * 3, 20.0))
+def calls_before_the_first_synchronised_step(rank: int) -> Any:
+    training, ones = Training(rank), []
+    for i, x in enumerate(training.loader(0, 4)):
+        if i:
+            ones.append(total())
+        training.step(x, synchronise=i % 2 == 1)
+    return ones, total(10.0)
+
+
+@returns(([2.0, 2.0], 20.0), ([2.0, 1.0, 1.0, 1.0] * 2, 20.0))
+def a_loop_shorter_than_a_window_of_accumulation(rank: int) -> Any:
+    training, ones = Training(rank), []
+    for _ in range(2):
+        for i, x in enumerate(training.loader(1, 4)):
+            ones.append(total())
+            training.step(x, synchronise=i % 2 == 1)
+    return ones, total(10.0)
+
+
+@returns(([2.0, 2.0], 20.0), ([2.0, 2.0, 1.0, 1.0], 20.0))
+def an_evaluation_with_buffers_behind_a_loop_by_next(rank: int) -> Any:
+    training, ones = Training(rank, norm=True), []
+    iterator = iter(training.loader(2, 4))
+    while (x := next(iterator, None)) is not None:
+        training.step(x)
+        ones.append(total())
+    training.model.eval()
+    with torch.no_grad():
+        training.model(torch.ones(2, 4))
+    return ones, total(10.0)
+
+
+@returns([2.0] * 3, [2.0] * 3)
+def passes_of_different_length_with_a_call_every_second_step(rank: int) -> Any:
+    """This one runs today."""
+    training, ones, step = Training(rank), [], 0
+    loader = training.loader(5, 4)
+    while step < 6:
+        for x in loader:
+            training.step(x)
+            step += 1
+            if step % 2 == 0:
+                ones.append(total())
+            dist.all_reduce(torch.zeros(2))
+            if step == 6:
+                break
+    return ones
+
+
+@returns(([2.0] * 2, [2.0] * 3), ([2.0] * 2 + [1.0] * 2, [2.0] * 3))
+def calls_before_the_step_behind_next_that_fit_no_other(rank: int) -> Any:
+    training, ones = Training(rank), []
+    for x in training.loader(1, 1):
+        training.step(x)
+    iterator = iter(training.loader(2, 4))
+    while (x := next(iterator, None)) is not None:
+        ones.append(total())
+        training.step(x)
+    sums = torch.ones(3)
+    dist.all_reduce(sums)
+    return ones, sums.tolist()
+
+
+@returns(2, 0)
+def a_rank_without_a_batch_behind_next(rank: int) -> Any:
+    training, steps = Training(rank), 0
+    for x in training.loader(2, 2):
+        training.step(x)
+    iterator = iter(training.loader(2, 0))
+    while (x := next(iterator, None)) is not None:
+        training.step(x)
+        steps += 1
+    return steps
