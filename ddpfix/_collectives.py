@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import logging
 import pickle
 import zlib
@@ -449,6 +450,15 @@ def _say_once(name: str, where: str, what: str) -> None:
     )
 
 
+class _Limited(io.BytesIO):
+    """Takes so many bytes, and no more."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > _KEPT_BYTES:
+            raise OverflowError
+        return super().write(data)
+
+
 class Kept:
     """What this rank last sent in the broadcasts of its training loop, by place and signature."""
 
@@ -467,12 +477,12 @@ class Kept:
             if sent.numel() * sent.element_size() <= _KEPT_BYTES and sent.layout is torch.strided:
                 self._values[key] = sent.detach().clone()
             return
+        data = _Limited()
         try:
-            data = pickle.dumps(sent)
+            pickle.dump(sent, data)
         except Exception:
-            return  # torch itself says so, in a moment
-        if len(data) <= _KEPT_BYTES:
-            self._values[key] = data
+            return  # too much; or torch itself says so, in a moment
+        self._values[key] = data.getvalue()
 
     def get(self, site: int, signature: int) -> Any:
         """What was last sent from there, or ``None``."""

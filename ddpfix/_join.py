@@ -422,11 +422,12 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
     in_loop = True if position.loops else position.in_body
     for rendezvous in concerned:
         rendezvous.collective(
-            Collective(site, operation.signature, call, in_loop, position.of_loop, position.ended)
+            Collective(
+                site, operation.signature, call, in_loop, position.of_loop or position.last_one, position.ended
+            )
         )
     reduced.clear()
-    if isinstance(sent, torch.Tensor) or position.in_body is not False:
-        _state.sent.keep(site, operation.signature, sent)
+    _state.sent.keep(site, operation.signature, sent)
 
 
 def _averages_models(module: str, tensor: Optional[torch.Tensor]) -> bool:

@@ -218,6 +218,7 @@ class Position(NamedTuple):
         in_body: in the body of a training loop; ``None`` where that is not known.
         trains_on: and that loop is left only with its last batch.
         of_loop: a training loader has batches left, so the call may well belong to the loop that it feeds.
+        last_one: so it may, but that loader has handed out its last batch.
         loops: the ``for`` statements over DataLoaders around it, known to train or not; and whether they are
             left only with their last batch.
         ended: the ``for`` statement of the training loop that has ended last, unless it has begun anew.
@@ -226,6 +227,7 @@ class Position(NamedTuple):
     in_body: Optional[bool]
     trains_on: bool = False
     of_loop: bool = False
+    last_one: bool = False
     loops: Tuple[Tuple[int, bool], ...] = ()
     ended: Optional[int] = None
 
@@ -391,16 +393,16 @@ class Loops:
         )
         for (_, only_by_last), (_, _, trains) in zip(loops, around):
             if trains:
-                return Position(True, only_by_last, True, loops=loops, ended=self.ended)
+                return Position(True, only_by_last, True, False, loops, self.ended)
         # Loops by explicit next(), and those behind a prefetcher, have no ``for`` that could be seen.
-        feeding = any(self._trains(feed) for feed in list(self._feeds) if feed.where is None)
+        feeding = [feed for feed in list(self._feeds) if feed.where is None and self._trains(feed)]
+        # Whoever counts the batches does not ask for one more (Lightning).
+        of_loop = any(feed.length is None or feed.handed < feed.length for feed in feeding)
         known = self._knows_loops and not feeding and not loops
-        return Position(False if known else None, False, feeding, loops, self.ended)
+        return Position(False if known else None, False, of_loop, bool(feeding) and not of_loop, loops, self.ended)
 
     def _trains(self, feed: _Feed) -> bool:
-        """Whether ``feed`` feeds training steps and may have more batches."""
-        if feed.where is None and feed.length is not None and feed.handed >= feed.length:
-            return False  # whoever counts them does not ask for one more (Lightning)
+        """Whether ``feed`` feeds training steps and is not known to be exhausted."""
         stepped = feed.stepped or self.steps > feed.steps_then
         return bool(feed.handed and (stepped or self._trained_before(feed)))
 

@@ -250,8 +250,8 @@ class Rendezvous:
         """
         self._attend(Kind.COLLECTIVE, collective=collective)
         site, step = collective.site, sum(self.trained)
-        # Where the loop is not known, what is called in one step (of each model) after the other is in it.
-        again = 0 < step - self._step_of_site.get(site, step) <= len(self.models)
+        # Where loops are not known, what is called in one step (of each model) after the other is in one.
+        again = collective.in_loop is None and 0 < step - self._step_of_site.get(site, step) <= len(self.models)
         self._step_of_site[site] = step
         self._sites[site] = self._sites.pop(site, 0) + (collective.of_loop or again)
         while len(self._sites) > _SITES_TOLD:  # the places that were not called for longest

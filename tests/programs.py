@@ -313,18 +313,14 @@ def _decidable(rng: random.Random, epochs: list[Epoch], world_size: int, models:
             counts = tuple(max(count, 2 * epoch.accumulate + 2) for count in epoch.counts)
             epoch = dataclasses.replace(epoch, counts=counts)
         epoch = dataclasses.replace(epoch, metric=metric, during=tuple(during))
-        # A place is known to be in a loop when a step has followed, or the loader has more to give: these loops read up to two batches ahead.
-        early = dataclasses.replace(epoch, counts=tuple(count - 2 for count in epoch.counts), step_at_end=False)
+        # There, a rank must have called a place itself to know it when others call it again.
         needed = 1 if blind and epoch.loop not in WITH_A_WAY_OUT else 0
         during = []
         for one in epoch.during:
-            if min(early.calls(rank, one) for rank in range(world_size)) >= needed:
+            if min(epoch.calls(rank, one) for rank in range(world_size)) >= needed:
                 during.append(_honest(one, epoch, [epoch.calls(rank, one) for rank in range(world_size)], found))
-        if metric is not None and min(early.calls(rank, metric) for rank in range(world_size)) < needed:
+        if metric is not None and min(epoch.calls(rank, metric) for rank in range(world_size)) < needed:
             metric = None
-        if epoch.loop == "list" and any(other.loop != "list" for other in found):
-            # Once DataLoaders have fed steps, calls outside of their loops are not taken for part of one.
-            metric, during = None, []
         after = epoch.after
         if blind and (not apart and not any(isinstance(thing, Collective) for thing in after) or "schedule" in after):
             # Without a meeting ranks go into the next epoch while others are in this one, and call what does not fit; and a scheduler takes its
