@@ -435,6 +435,8 @@ class Rendezvous:
                 raise CollectiveMismatchError(f"ddpfix, rank {mine_told.rank}: {decision.error}.")
             if role is Role.GOES and decision.error:  # only a rank that is leaving comes here
                 logger.warning("rank %d: %s", mine_told.rank, decision.error)
+            if role is Role.CALLS and mine_told.has_run_out:
+                self._warn_of_blind_pairing(mine_told.call, decision.call)
             if role in (Role.CALLS, Role.GOES):
                 return result
             if role is Role.MIRRORS:
@@ -463,6 +465,19 @@ class Rendezvous:
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
         self.group.allgather([theirs], [mine]).wait()
         return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in theirs]
+
+    def _warn_of_blind_pairing(self, mine: Optional[Call], theirs: Optional[Call]) -> None:
+        assert mine is not None and theirs is not None
+        if theirs.site != mine.site and not theirs.barrier and theirs.in_loop is None:
+            logger.warning(
+                "rank %d has shadowed steps of other ranks, and its %s at %s pairs with %s at %s of a rank that may "
+                "still be in its training loop; if the two do not belong together, both have got a wrong value",
+                self.rank,
+                mine.name,
+                mine.where,
+                theirs.name,
+                theirs.where,
+            )
 
     def _note_doubtful(self, collective: Collective, result: _Ballot) -> None:
         if _in_loop(result.detail) and collective.in_loop is False:

@@ -85,6 +85,24 @@ def a_loop_over_a_list_of_one_batch(rank: int) -> Any:
     return ones, total(10.0)
 
 
+@returns((0, 1.0), (1, 1.0))
+def a_place_that_a_rank_without_batches_has_never_seen(rank: int) -> Any:
+    """Nothing tells the two calls apart; this is said."""
+    import logging
+
+    training, said = Training(rank), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddpfix").addHandler(handler)
+    for x in list(training.loader(0, 1)):
+        training.step(x)
+        total()
+    if rank == 0:
+        total()
+        assert len(said) == 1 and "may still be in its training loop" in said[0], said
+    return len(training.loader(0, 1)), 1.0
+
+
 @returns(([], 20.0), ([1.0, 1.0], 20.0))
 def a_call_before_the_first_step(rank: int) -> Any:
     training, ones = Training(rank), []
