@@ -8,6 +8,7 @@ apart with the very next step. Here the optimizers' state (moments, step counts,
 
 from __future__ import annotations
 
+import logging
 import pickle
 import weakref
 from contextlib import ExitStack
@@ -19,6 +20,10 @@ from torch.distributed.utils import _sync_module_states  # parameters and buffer
 
 from ._shadow import Shadow
 from ._vote import all_reduce_min, inner
+
+logger = logging.getLogger("ddpfix")
+
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _BUCKET_BYTES = 250 * 1024 * 1024  # DistributedDataParallel.broadcast_bucket_size
 
@@ -96,7 +101,12 @@ def catch_up(
                     broadcast_buffers=ddp.broadcast_buffers,
                 )
         if models:
-            parameters = {id(p) for ddp in models for p in ddp.module.parameters()}  # type: ignore[union-attr]
+            parameters = {
+                id(parameter)
+                for ddp in models
+                for name, parameter in ddp.module.named_parameters()  # type: ignore[union-attr]
+                if name not in ddp.parameters_to_ignore  # type: ignore[union-attr]
+            }
             _copy_training_state(group, source, parameters, models[0].device, on_device_only)  # type: ignore[union-attr]
 
 
@@ -145,7 +155,7 @@ def _copy_training_state(
     package: Dict[str, Any] = {}
     if am_source:
         package = {
-            "optimizers": [_pack(_state_of(optimizer), tensors) for optimizer in mine],
+            "optimizers": [_pack(_state_of(optimizer, parameters), tensors) for optimizer in mine],
             "schedulers": [_pack(_picklable(s.state_dict()), tensors) for s in their_schedulers],
             "scalers": [_pack(_picklable(s.state_dict()), tensors) for s in scalers],
             "slots": [(tuple(t.shape), t.dtype, t.device.type == "cpu") for t in tensors],
@@ -163,12 +173,27 @@ def _copy_training_state(
     if am_source:
         return
     for optimizer, state in zip(mine, received["optimizers"]):
+        _warn_of_others(optimizer, parameters, dist.get_rank())
         _install(optimizer, state, travelling)
     for scheduler, state in zip(their_schedulers, received["schedulers"]):
         scheduler.load_state_dict({**scheduler.state_dict(), **_unpack(state, None, travelling)})
     for scaler, state in zip(scalers, received["scalers"]):
         if state:
             scaler.load_state_dict(_unpack(state, None, travelling))
+
+
+def _warn_of_others(optimizer: Any, parameters: Set[int], rank: int) -> None:
+    others = sum(id(p) not in parameters for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if others and optimizer not in _warned:
+        _warned.add(optimizer)
+        logger.warning(
+            "ddpfix: %s of rank %d also has %d parameters that belong to no DistributedDataParallel model of this process "
+            "group. They are taken for the rank's own: this rank has not stepped them while it shadowed others. If ranks "
+            "must keep them equal, put them into the model",
+            type(optimizer).__name__,
+            rank,
+            others,
+        )
 
 
 def _broadcast_pickled(value: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
@@ -189,12 +214,16 @@ def _broadcast_pickled(value: Any, group: dist.ProcessGroup, source: int, device
     return pickle.loads(data)
 
 
-def _state_of(optimizer: Any) -> Dict[str, Any]:
-    """The state by position instead of by parameter: parameters have no name that ranks share."""
-    state: List[Dict[str, Any]] = []
+def _state_of(optimizer: Any, parameters: Set[int]) -> Dict[str, Any]:
+    """The state by position instead of by parameter: parameters have no name that ranks share.
+
+    ``None`` for a parameter that no DDP model of the process group keeps equal: it is the rank's own.
+    """
+    state: List[Any] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state.append(dict(optimizer.state[parameter]) if parameter in optimizer.state else {})
+            has = parameter in optimizer.state
+            state.append(None if id(parameter) not in parameters else dict(optimizer.state[parameter]) if has else {})
     other = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {"state": state, "other": _picklable(other), "groups": [_picklable(g) for g in groups]}
@@ -203,6 +232,8 @@ def _state_of(optimizer: Any) -> Dict[str, Any]:
 def _install(optimizer: Any, packed: Dict[str, Any], tensors: List[torch.Tensor]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter, packed_state in zip(parameters, packed["state"]):
+        if packed_state is None:
+            continue
         present = optimizer.state[parameter] if parameter in optimizer.state else {}
         state = {key: _unpack(value, present.get(key), tensors) for key, value in packed_state.items()}
         if state or present:

@@ -315,6 +315,11 @@ def unique(name: str, group: Optional[dist.ProcessGroup] = None) -> Operation:
     return Operation(name, _hash(name, members), members, why_not="it is not a collective that could be mirrored")
 
 
+def alike(mirror: Dict[str, Any]) -> bool:
+    """Whether it has no root, and is no barrier."""
+    return mirror["name"] != "barrier" and "src" not in mirror and "dst" not in mirror
+
+
 _signature_of = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
@@ -402,6 +407,8 @@ def take_part(mirror: Dict[str, Any], device: torch.device, kept: Any, where: st
 
     if "op" in mirror:
         neutral = _NEUTRAL[mirror["op"]](dtype)
+        if mirror["op"] == "AVG":
+            _say_once(name, where, "0, and the average still is over all ranks")
         op = getattr(dist.ReduceOp, mirror["op"])
         if name == "all_reduce":
             function(filled(neutral), op=op, group=group)
@@ -442,7 +449,7 @@ def take_part(mirror: Dict[str, Any], device: torch.device, kept: Any, where: st
 @functools.lru_cache(maxsize=1024)  # once a place
 def _say_once(name: str, where: str, what: str) -> None:
     logger.warning(
-        "rank %d has run out of batches; to the %s that the others go on calling at %s it contributes %s",
+        "ddpfix: rank %d has run out of batches; to the %s that the others go on calling at %s it contributes %s",
         dist.get_rank(),
         name,
         where,

@@ -408,6 +408,7 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
             signature=operation.signature,
             mirror=mirror,
             barrier=mirror is not None and mirror["name"] == "barrier",
+            alike=mirror is not None and _collectives.alike(mirror),
             group=operation.group,
             asynchronous=operation.asynchronous,
             in_loop=position.in_body,

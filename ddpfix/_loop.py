@@ -130,6 +130,14 @@ class _Instructions:
         return False
 
 
+    def in_while(self, start: int, end: int) -> bool:
+        """Whether the innermost loop around the ``for`` from ``start`` to ``end`` is a ``while``."""
+        outer = [at for at, opcode in self.opcode.items() if opcode == _FOR_ITER and at < start and end <= self.target[at]]
+        innermost = max(outer, default=-1)
+        # Back from behind the ``for`` to before it; a ``for`` around it would go back to its own FOR_ITER.
+        return any(at >= end and innermost < target < start for at, target in self.target.items())
+
+
 # Bounded: a script has few loops, but code objects made at run time (exec,
 # notebooks) must not pile up over a long job.
 _instructions = functools.lru_cache(maxsize=256)(_Instructions)
@@ -253,7 +261,7 @@ class Loops:
         on_nothing: Callable[[Set[Any]], None],
     ) -> None:
         self.steps = 0
-        self._knows_loops = False  # a plain ``for`` over a DataLoader was seen
+        self._knows_loops = False  # a plain ``for`` over a DataLoader has trained
         self.ended: Optional[int] = None  # see Position
         self.on_end = on_end
         self._expects_training = expects_training
@@ -309,7 +317,6 @@ class Loops:
             self._feeds.add(feed)
             statement = for_statement(_asker(frame, iterator))
             if statement is not None:
-                self._knows_loops = True
                 if self.ended == _key(statement.frame.f_code, statement.start):
                     self.ended = None
                 feed.where = (
@@ -347,8 +354,12 @@ class Loops:
             if nothing:
                 self._on_nothing(before or self._expects_training())
             return set()
-        self._knows_loops = True
         if any(trains for _, _, trains in self._around(statement.frame, feed)):
+            return set()
+        instructions = _instructions(statement.frame.f_code)
+        if instructions.in_while(statement.start, statement.end) and instructions.leaves_early(statement.start, statement.end):
+            # ``while step < limit: for batch in loader: ... break``: a pass over the data, not an epoch. Ranks with
+            # passes of different length run today, if they all come to the limit.
             return set()
         if no_step:
             # A rank without any batch has to meet the others, too; but an empty loader
@@ -359,6 +370,7 @@ class Loops:
                 trained = self._expects_training()
         if not trained or not self._ends_its_for(iterator, created, statement):
             return set()
+        self._knows_loops = True
         self.ended = _key(statement.frame.f_code, statement.start)
         return trained
 
@@ -371,6 +383,7 @@ class Loops:
         feed.stepped = True
         subjects = {s for s, step in self._last_step.items() if step > feed.steps_then}
         feed.trained |= subjects
+        self._knows_loops |= bool(subjects) and feed.where is not None
         if subjects and feed.where is not None and len(self._training_sites) < 256:
             self._training_sites.add((feed.where[1], feed.where[2]))
         owner = feed.owner() if feed.owner is not None else None

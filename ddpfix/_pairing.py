@@ -35,6 +35,7 @@ class Call(NamedTuple):
         mirror: what a rank needs to know to take part without anything of its own
             (:func:`ddpfix._collectives.take_part`); ``None`` where that is impossible.
         barrier: nothing but waiting is exchanged.
+        alike: it treats all ranks alike, and exchanges something.
         group: name of its process group.
         asynchronous: it does not wait, so that calls on other groups may overtake it.
         in_loop: it stands in the body of a running training loop; ``None`` where that is not known.
@@ -53,6 +54,7 @@ class Call(NamedTuple):
     signature: int
     mirror: Optional[Dict[str, Any]] = None
     barrier: bool = False
+    alike: bool = False
     group: str = ""
     asynchronous: bool = False
     in_loop: Optional[bool] = None
@@ -101,6 +103,8 @@ class Report(NamedTuple):
         return self.call is None and not self.leaving
 
     def words(self) -> str:
+        if self.call is not None and self.joined:
+            return f"rank {self.rank}, after it has shadowed steps of others, calls {self.call.name} at {self.call.where}"
         if self.call is not None:
             return f"rank {self.rank} calls {self.call.name} at {self.call.where}"
         return f"rank {self.rank} {self.where}"
@@ -150,9 +154,10 @@ def decide(reports: Sequence[Report]) -> Decision:
             return False
         if call.in_loop or report.ended in dict(call.loops) or report.calls_of(call.site):
             return True
-        # It has been there before, has run out, and now stands elsewhere: the others are there once more. (A rank at
-        # its loop end is not behind its loop yet, where that place may be next.)
-        return report.has_run_out and not report.at_loop_end and call.site in dict(report.knows)
+        # It has been there before, has run out, and now stands elsewhere: the others are there once more. Or they have
+        # batches left. (A rank at its loop end is not behind its loop yet, where that place may be next.)
+        beyond = report.has_run_out and not report.at_loop_end
+        return beyond and (call.site in dict(report.knows) or call.of_loop and not leader.has_run_out)
 
     def same_way(report: Report) -> bool:
         """Whether as much speaks for the leader having left the loop of ``report``."""
@@ -169,6 +174,16 @@ def decide(reports: Sequence[Report]) -> Decision:
         return report.calls_of(call.site) > 0 and leader.calls_of(report.call.site) > 0 and bool(
             call.in_loop and report.call.in_loop
         )
+
+    def known_apart(report: Report) -> bool:
+        """Whether something tells which of the two calls stands in a loop."""
+        assert report.call is not None
+        known = report.call.in_loop is not None or call.in_loop is not None
+        return known or report.calls_of(call.site) != report.calls_of(report.call.site)
+
+    # Ranks often call at different lines what has a root (``if rank == 0: gather(...) else: gather(...)``), or a barrier;
+    # hardly ever what treats all alike. If one has shadowed a step of the other meanwhile, that one is in its loop.
+    nobody_branches = call.alike and call.in_loop is not False
 
     # A rank at its loop end stays if the others are still in that loop. They surely are if they
     # have trained a step meanwhile. Otherwise they may be asking whether to stop (ESPnet's loop):
@@ -192,8 +207,13 @@ def decide(reports: Sequence[Report]) -> Decision:
             roles.append(Role.CALLS)
         elif theirs.signature == call.signature:
             # As without ddpfix, unless this rank has run out and the others have not.
-            behind = report.has_run_out and not leader.has_run_out and left_behind(report)
-            roles.append(Role.MIRRORS if behind else Role.CALLS)
+            behind = report.has_run_out and not leader.has_run_out
+            if behind and (left_behind(report) or nobody_branches):
+                roles.append(Role.MIRRORS)
+            elif report.joined != leader.joined and not behind and nobody_branches and not known_apart(report):
+                return _fails(reports, _different(callers))
+            else:
+                roles.append(Role.CALLS)
         elif left_behind(report) and not same_way(report) or call.barrier and uneven:
             roles.append(Role.MIRRORS)
         elif (theirs.asynchronous or call.asynchronous) and theirs.group != call.group:

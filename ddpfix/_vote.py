@@ -434,7 +434,7 @@ class Rendezvous:
             if role is Role.FAILS:
                 raise CollectiveMismatchError(f"ddpfix, rank {mine_told.rank}: {decision.error}.")
             if role is Role.GOES and decision.error:  # only a rank that is leaving comes here
-                logger.warning("rank %d: %s", mine_told.rank, decision.error)
+                logger.warning("ddpfix, rank %d: %s", mine_told.rank, decision.error)
             if role is Role.CALLS and mine_told.has_run_out:
                 self._warn_of_blind_pairing(mine_told.call, decision.call)
             if role in (Role.CALLS, Role.GOES):
@@ -468,9 +468,9 @@ class Rendezvous:
 
     def _warn_of_blind_pairing(self, mine: Optional[Call], theirs: Optional[Call]) -> None:
         assert mine is not None and theirs is not None
-        if theirs.site != mine.site and not theirs.barrier and theirs.in_loop is None:
+        if theirs.site != mine.site and theirs.alike:
             logger.warning(
-                "rank %d has shadowed steps of other ranks, and its %s at %s pairs with %s at %s of a rank that may "
+                "ddpfix: rank %d has shadowed steps of other ranks, and its %s at %s pairs with %s at %s of a rank that may "
                 "still be in its training loop; if the two do not belong together, both have got a wrong value",
                 self.rank,
                 mine.name,
@@ -489,7 +489,7 @@ class Rendezvous:
         # If the others had stopped then (a flag that tells who has run out), no step would have followed.
         if self._doubtful is not None:
             logger.warning(
-                "rank %d had ended its training loop when its collective at %s paired with one that other ranks "
+                "ddpfix: rank %d had ended its training loop when its collective at %s paired with one that other ranks "
                 "called from inside theirs, and these went on training. If the two do not mean the same, both "
                 "have got a wrong value; give all ranks the same number of batches, or call the one in the "
                 "loop after the backward of its step",

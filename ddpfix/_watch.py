@@ -75,7 +75,7 @@ class Watch:
                     return
                 if self._waiting_since() == since:
                     logger.warning(
-                        "rank %d has been waiting for %.0f seconds: %s",
+                        "ddpfix: rank %d has been waiting for %.0f seconds: %s",
                         self._rank,
                         time.monotonic() - since,
                         "; ".join(self._answers()),

@@ -753,9 +753,9 @@ def itertools_cycle(ctx: Context) -> Trained:
     return Trained([model], [optimizer], values)
 
 
-@script(stock=FINISHES, join=None)
+@script(stock=FINISHES, join=None, as_stock=True)
 def epochs_until_a_step_count(ctx: Context) -> Trained:
-    """``while step < N: for batch in loader:`` runs today and cannot be told from epochs; it must finish, with equal ranks."""
+    """``while step < N: for batch in loader: ... break`` runs today, and is no loop over epochs."""
     model, optimizer = ctx.build()
     loader = ctx.loader()
     values = []

@@ -85,22 +85,75 @@ def a_loop_over_a_list_of_one_batch(rank: int) -> Any:
     return ones, total(10.0)
 
 
-@returns((0, 1.0), (1, 1.0))
+@returns(([], 20.0), ([1.0], 20.0))
 def a_place_that_a_rank_without_batches_has_never_seen(rank: int) -> Any:
-    """Nothing tells the two calls apart; this is said."""
-    import logging
-
-    training, said = Training(rank), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ddpfix").addHandler(handler)
+    training, ones = Training(rank), []
     for x in list(training.loader(0, 1)):
         training.step(x)
-        total()
-    if rank == 0:
-        total()
-        assert len(said) == 1 and "may still be in its training loop" in said[0], said
-    return len(training.loader(0, 1)), 1.0
+        ones.append(total())
+    return ones, total(10.0)
+
+
+@returns(20.0, 20.0)
+def the_last_of_a_sized_loader_that_is_counted(rank: int) -> Any:
+    training = Training(rank)
+    loader = training.loader(3, 6)
+    iterator = iter(loader)
+    for i in range(len(loader)):
+        training.step(next(iterator))
+        if i == 4:
+            assert total() == 1.0
+    return total(10.0)
+
+
+@returns(20.0, 20.0)
+def validation_within_a_loop_over_a_list(rank: int) -> Any:
+    training = Training(rank)
+
+    def validate() -> float:
+        for _ in training.loader(2, 2):
+            pass
+        return total()
+
+    for _ in range(2):
+        for i, x in enumerate(list(training.loader(3, 6))):
+            training.step(x)
+            if i == 4:
+                assert validate() == 1.0
+        ten = total(10.0)
+        assert validate() == 2.0
+    return ten
+
+
+@returns([[0, 1]] * 3, [[0, 1]] * 3)
+def passes_of_different_length_with_an_object_gather(rank: int) -> Any:
+    """This one runs today."""
+    training, gathered, step = Training(rank), [], 0
+    while step < 12:
+        for x in training.loader(3, 6):
+            training.step(x)
+            step += 1
+            if step % 4 == 0:
+                ranks: list[Any] = [None, None]
+                dist.all_gather_object(ranks, rank)
+                gathered.append(ranks)
+            if step >= 12:
+                break
+    return gathered
+
+
+@returns((2, 1), (3, 2))
+def a_parameter_of_the_ranks_own_in_the_same_optimizer(rank: int) -> Any:
+    training = Training(rank)
+    own = torch.nn.Parameter(torch.ones(1 + rank))
+    optimizer = torch.optim.Adam([*training.model.parameters(), own], lr=0.25)
+    for i, x in enumerate(training.loader(2, 3)):
+        training.model(x).square().sum().backward()
+        own.grad = torch.ones_like(own) if i < 1 + rank else torch.zeros_like(own)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state[own]
+    return int(state["step"]), len(state["exp_avg"])
 
 
 @returns(([], 20.0), ([1.0, 1.0], 20.0))

@@ -254,7 +254,7 @@ def test_a_wrong_collective_hangs_without_ddpfix(ranks: Ranks) -> None:
 def test_a_long_wait_is_told(ranks: Ranks) -> None:
     first, second = ours(ranks, scripts.waits, environment={"DDPFIX_WATCH": "1"})
     (line,) = first["lines"]
-    assert line.startswith("rank 0 has been waiting for ")
+    assert line.startswith("ddpfix: rank 0 has been waiting for ")
     assert "rank 0 ended its training loop at collectives_of_scripts.py:" in line
     assert "rank 1 is in all_reduce(float32[1], SUM) at collectives_of_scripts.py:" in line and "and is now at collectives_of_scripts" in line
     assert second["lines"] == []
