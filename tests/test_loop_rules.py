@@ -11,6 +11,7 @@ import pytest
 from ddpfix._loop import _instructions, call_site, for_statement, place
 
 found: list[bool] = []
+around: list[bool] = []
 
 
 class Asks:
@@ -25,7 +26,9 @@ class Asks:
     def __next__(self) -> int:
         statement = for_statement(sys._getframe(1))
         assert statement is not None
-        found.append(_instructions(statement.frame.f_code).leaves_early(statement.start, statement.end))
+        instructions = _instructions(statement.frame.f_code)
+        found.append(instructions.leaves_early(statement.start, statement.end))
+        around.append(instructions.in_while(statement.start, statement.end))
         self.left -= 1
         if self.left < 0:
             raise StopIteration
@@ -104,6 +107,62 @@ def breaks_and_ends() -> None:
                 break
         else:
             return
+
+
+def in_a_while() -> None:
+    step = 0
+    while step < 2:
+        for i in Asks():
+            step += 1
+            if step == 5:
+                break
+
+
+def in_a_while_true() -> None:
+    while True:
+        step = 0
+        if step:
+            continue
+        for i in Asks():
+            print(i)
+        if not step:
+            return
+
+
+def in_a_for_in_a_while() -> None:
+    step = 0
+    while step < 1:
+        for _ in range(1):
+            for i in Asks():
+                print(i)
+        step += 1
+
+
+def in_a_for_with_whiles_beside_it() -> None:
+    for epoch in range(2):
+        while epoch > 5:
+            epoch += 1
+        for i in Asks():
+            while i > 5:
+                i -= 1
+        while epoch < -1:
+            epoch += 1
+        if epoch == 0:
+            continue
+
+
+@pytest.mark.parametrize("function", [in_a_while, in_a_while_true])
+def test_in_a_while(function: Any) -> None:
+    around.clear()
+    function()
+    assert around and all(around)
+
+
+@pytest.mark.parametrize("function", [plain, returns, in_a_for_in_a_while, in_a_for_with_whiles_beside_it])
+def test_in_no_while(function: Any) -> None:
+    around.clear()
+    function()
+    assert around and not any(around)
 
 
 @pytest.mark.parametrize("function", [plain, with_everything_but_a_way_out, raises])

@@ -66,6 +66,19 @@ ROWS: dict[str, tuple[list[Report], list[Role]]] = {
         [at_loop_end(0, joined=True, knows=((METRIC, 0),)), call(1, METRIC)],
         [GOES, ASKS],
     ),
+    "joined, the others at another place of something that treats all alike": (
+        [call(0, METRIC, joined=True, alike=True), call(1, STOP, alike=True)],
+        [MIRRORS, CALLS],
+    ),
+    "as before, but the others are known to be in no loop": (
+        [after_loop(0, METRIC, joined=True, alike=True), after_loop(1, STOP, alike=True)],
+        [CALLS, CALLS],
+    ),
+    "as before, but the joined one may have batches, too": (
+        [call(0, METRIC, joined=True, of_loop=True, alike=True), call(1, STOP, of_loop=True, alike=True)],
+        [FAILS, FAILS],
+    ),
+    "joined, and the others have batches left": ([call(0, METRIC, joined=True), call(1, STOP, of_loop=True)], [MIRRORS, CALLS]),
     "joined, the others at a place that I do not know": ([call(0, METRIC, joined=True), call(1, STOP)], [CALLS, CALLS]),
     "joined, the others behind the loop at another place": ([after_loop(0, joined=True), after_loop(1, STOP)], [CALLS, CALLS]),
     "both joined, on different sides of an if": (
