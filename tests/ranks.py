@@ -388,6 +388,9 @@ def _run_rank(case: _Case, rank: int, folder: str, send: Callable[[Any, str | No
 
         atexit.register(last_exit_handler)
     torch.manual_seed(0)
+    # A fork leaves torch a dead thread pool, which the first one to ask replaces; several threads that ask at once (those of autograd) may
+    # find none ("Invalid thread pool!", torch 2.13, ParallelOpenMP.cpp). So it is asked for here, where there is one thread.
+    torch.set_num_threads(1)
     if case.mode == DDPFIX:
         import ddpfix
 
