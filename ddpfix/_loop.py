@@ -22,7 +22,7 @@ import threading
 import types
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 if TYPE_CHECKING:
     from ._patches import Places
@@ -92,22 +92,25 @@ class _Instructions:
         offsets = [i.offset for i in listing]
         self.following: Dict[int, int] = dict(zip(offsets, offsets[1:]))
 
-    def yields_from_here(self, offset: int) -> bool:
-        """Whether a ``yield`` can be reached from ``offset``."""
-        pending, seen = [offset], set()
+        self._left_early: Dict[Tuple[int, int], bool] = {}
+
+    def _reachable(self, offset: int, but: Optional[int] = None) -> Iterator[int]:
+        """The offsets that can be reached from ``offset``, by ways that do not lead through ``but``."""
+        pending, seen = [offset], {but}
         while pending:
             at = pending.pop()
             if at in seen or at not in self.opcode:
                 continue
             seen.add(at)
-            opcode = self.opcode[at]
-            if opcode in _YIELD:
-                return True
+            yield at
             if at in self.target:
                 pending.append(self.target[at])
-            if opcode not in _NEVER_FALLS_THROUGH and at in self.following:
+            if self.opcode[at] not in _NEVER_FALLS_THROUGH and at in self.following:
                 pending.append(self.following[at])
-        return False
+
+    def yields_from_here(self, offset: int) -> bool:
+        """Whether a ``yield`` can be reached from ``offset``."""
+        return any(self.opcode[at] in _YIELD for at in self._reachable(offset))
 
 
     def leaves_early(self, start: int, end: int) -> bool:
@@ -115,19 +118,13 @@ class _Instructions:
 
         ``break`` and ``return`` count; an exception does not.
         """
-        pending, seen = [self.following.get(start, -1)], {start}
-        while pending:
-            at = pending.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            if not start < at < end or self.opcode.get(at) in _RETURNS:
-                return True
-            if at in self.target:
-                pending.append(self.target[at])
-            if self.opcode[at] not in _NEVER_FALLS_THROUGH and at in self.following:
-                pending.append(self.following[at])
-        return False
+        key = (start, end)
+        if key not in self._left_early:  # asked at every collective in the loop
+            self._left_early[key] = any(
+                not start < at < end or self.opcode[at] in _RETURNS
+                for at in self._reachable(self.following.get(start, -1), but=start)
+            )
+        return self._left_early[key]
 
 
     def in_while(self, start: int, end: int) -> bool:
@@ -354,7 +351,7 @@ class Loops:
             if nothing:
                 self._on_nothing(before or self._expects_training())
             return set()
-        if any(trains for _, _, trains in self._around(statement.frame, feed)):
+        if any(trains for _, trains in self._around(statement.frame, feed)):
             return set()
         instructions = _instructions(statement.frame.f_code)
         if instructions.in_while(statement.start, statement.end) and instructions.leaves_early(statement.start, statement.end):
@@ -402,9 +399,9 @@ class Loops:
     def _position(self, frame: types.FrameType) -> Position:
         around = self._around(frame, None)
         loops = tuple(
-            (_key(code, start), not _instructions(code).leaves_early(start, end)) for (_, code, start, end), _, _ in around
+            (_key(code, start), not _instructions(code).leaves_early(start, end)) for (_, code, start, end), _ in around
         )
-        for (_, only_by_last), (_, _, trains) in zip(loops, around):
+        for (_, only_by_last), (_, trains) in zip(loops, around):
             if trains:
                 return Position(True, only_by_last, True, False, loops, self.ended)
         # Loops by explicit next(), and those behind a prefetcher, have no ``for`` that could be seen.
@@ -421,11 +418,11 @@ class Loops:
 
     def _around(
         self, frame: Optional[types.FrameType], but: Optional[_Feed]
-    ) -> List[Tuple[Tuple[int, types.CodeType, int, int], _Feed, bool]]:
+    ) -> List[Tuple[Tuple[int, types.CodeType, int, int], bool]]:
         """The loops that still iterate, other than that of ``but``, in whose body ``frame`` runs, innermost first.
 
         Returns:
-            For each: where it is, what feeds it, and whether it is known to train.
+            For each: where it is, and whether it is known to train.
         """
         feeds = [other for other in list(self._feeds) if other is not but and other.where is not None and other.handed]
         found = []
@@ -434,7 +431,7 @@ class Loops:
                 assert feed.where is not None
                 ident, code, start, end = feed.where
                 if id(frame) == ident and frame.f_code is code and start < frame.f_lasti < end:
-                    found.append((feed.where, feed, self._trains(feed)))
+                    found.append((feed.where, self._trains(feed)))
             frame = frame.f_back
         return found
 
