@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.utils import _sync_module_states  # parameters and buffers, as DDP's constructor
 
 from ._shadow import Shadow
-from ._vote import all_reduce_min, inner
+from ._vote import inner
 
 logger = logging.getLogger("ddpfix")
 
@@ -67,21 +67,25 @@ class _Slot(NamedTuple):
 
 
 def catch_up(
-    group: dist.ProcessGroup, source: int, shadows: Sequence[Shadow], on_device_only: bool
+    group: dist.ProcessGroup,
+    source: int,
+    shadows: Sequence[Shadow],
+    begin_anew: Sequence[Shadow],
+    on_device_only: bool,
 ) -> None:
     """Copy everything that training changes from one rank to all others.
 
     Arguments:
         group: the process group of the models.
         source: the rank in ``group`` to copy from.
-        shadows: the models that every rank has constructed.
+        shadows: the models that every rank has.
+        begin_anew: those whose reducer has to be made anew on all ranks.
         on_device_only: the group has no CPU backend, so that CPU tensors travel
             by way of the models' device.
     """
-    if not shadows:
-        return
     with inner(), torch.no_grad():
-        shadows = _still_there(group, shadows)
+        for shadow in begin_anew:
+            shadow.make_reducer_anew()
         models = [shadow.get() for shadow in shadows]
         for ddp in models:
             assert ddp is not None
@@ -108,24 +112,6 @@ def catch_up(
                 if name not in ddp.parameters_to_ignore  # type: ignore[union-attr]
             }
             _copy_training_state(group, source, parameters, models[0].device, on_device_only)  # type: ignore[union-attr]
-
-
-def _still_there(group: dist.ProcessGroup, shadows: Sequence[Shadow]) -> List[Shadow]:
-    """The models that every rank still has; gives those a new reducer that need one."""
-    there = [
-        flag
-        for shadow in shadows
-        for flag in (int(shadow.get() is not None), int(not shadow.missed_first_iteration))
-    ]
-    flags = torch.tensor(there, dtype=torch.int64, device=_device_of_votes(group, shadows[0].device))
-    all_reduce_min(group, flags).wait()
-    kept = []
-    for shadow, alive, nobody_missed in zip(shadows, flags.tolist()[::2], flags.tolist()[1::2]):
-        if alive:
-            if not nobody_missed:
-                shadow.make_reducer_anew()
-            kept.append(shadow)
-    return kept
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:

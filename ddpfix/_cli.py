@@ -193,7 +193,9 @@ def _status() -> str:
 def _switch_words(value: object) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
-    return ",".join(value) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ",".join(value)
+    return "" if value is None else str(value)
 
 
 def _problem_of_import(name: str) -> str | None:

@@ -14,23 +14,25 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _catch_up, _collectives, _switches
+from . import __version__, _catch_up, _collectives, _switches
 from ._collectives import COLLECTIVES, Operation
 from ._leave import AtExit, Departure, in_error
 from ._loop import Loops, call_site, install_iter, place
 from ._loop import install as install_loops
 from ._pairing import Call
+from ._roll_call import RollCall
 from ._shadow import NEEDED, NEEDED_OF_REDUCER, Shadow, why_not
 from ._store import GroupStore
-from ._vote import Collective, Forward, Rendezvous, inner, inside
+from ._vote import Collective, Forward, Rendezvous, inner, inside, timeout_of
 from ._watch import Watch
 
 if TYPE_CHECKING:
@@ -50,21 +52,45 @@ class _State:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.meetings: Dict[Any, Tuple[Rendezvous, Departure]] = {}
+        self.roll_calls: Dict[Any, Tuple[GroupStore, RollCall]] = {}
         self.watches: Dict[Any, Watch] = {}
         self.models: weakref.WeakKeyDictionary[Any, Tuple[Shadow, Rendezvous]] = (
             weakref.WeakKeyDictionary()
         )
-        self.shadows: Dict[Any, List[Shadow]] = {}
         self.sent = _collectives.Kept()
-        self.loops = Loops(self._loop_ended, self._expects_training, self._had_nothing)
-        self.at_exit = AtExit(self.leave_all)
+        # In the forward that runs: whether all ranks are known to be in it.
+        self.all_in_forward = False
+        self.in_training_forward = False
+        self.loops = Loops(
+            self._loop_ended, self._expects_training, self._had_nothing, self._may_have_batch, self._that_stop
+        )
+        self.at_exit = AtExit(self.leave_all, self._trains_elsewhere)
 
     def _loop_ended(self, trained: Set[Rendezvous], where: str) -> None:
         # In the order in which all ranks have made them; not on the process groups of
         # other models: their ranks may be training, and this rank with them soon.
         for rendezvous, _ in self.live_meetings():
-            if rendezvous in trained:
-                rendezvous.loop_end(where, self.loops.ended)
+            if rendezvous in trained and (rendezvous.stops_together or _switches.current().loop_end):
+                rendezvous.loop_end(where, self.loops.ended, _longest_timeout(rendezvous))
+
+    def _may_have_batch(self, trains: Set[Rendezvous], where: str, left: Optional[int]) -> bool:
+        # Not while a rank may be looking at its training data alone: without gradients, or in
+        # evaluation mode. All are asked, so that all ranks make the same votes.
+        asked = self._that_stop(trains) & self._expects_training()
+        answers = [
+            rendezvous.next_batch(where, left, _longest_timeout(rendezvous))
+            for rendezvous, _ in self.live_meetings()
+            if rendezvous in asked
+        ]
+        return all(answers)
+
+    def _that_stop(self, subjects: Set[Rendezvous]) -> Set[Rendezvous]:
+        return {rendezvous for rendezvous in subjects if rendezvous.stops_together and rendezvous.live}
+
+    def _trains_elsewhere(self) -> bool:
+        """Whether a thread that has trained is there still, and is not this one."""
+        me = threading.get_ident()
+        return any(thread.ident == self.loops.thread != me for thread in threading.enumerate())
 
     def _had_nothing(self, models_of: Set[Rendezvous]) -> None:
         for rendezvous in models_of:
@@ -92,11 +118,12 @@ class _State:
         meeting = self.meetings.pop(group, None)
         if meeting is not None:
             meeting[0].close()
+            for shadow in meeting[0].models.values():
+                cast(Shadow, shadow).detach()
         watch = self.watches.pop(group, None)
         if watch is not None:
             watch.stop()
-        for shadow in self.shadows.pop(group, []):
-            shadow.detach()
+        self.roll_calls.pop(group, None)
 
 
 _state = _State()
@@ -109,52 +136,109 @@ def _listening_loops() -> Optional[Loops]:
 # -- models ----------------------------------------------------------------------
 
 
-def _take_in(ddp: DistributedDataParallel) -> None:
-    """Number a newly constructed model among those of its process group."""
+def _call_the_roll(group: dist.ProcessGroup) -> Tuple[GroupStore, RollCall]:
+    """Leave word that this rank runs ddpfix, before the first model on a process group."""
+    if group not in _state.roll_calls:
+        switches = _switches.current()
+        # What decides who votes, and on what.
+        runs = {
+            "ddpfix": __version__,
+            "DDPFIX_LOOP_END": "1" if switches.loop_end else "0",
+            "DDPFIX_UNEVEN": switches.uneven,
+        }
+        store = GroupStore(group)
+        _state.roll_calls[group] = (
+            store,
+            RollCall(store, dist.get_rank(group), dist.get_world_size(group), runs),
+        )
+    return _state.roll_calls[group]
+
+
+def _take_in(ddp: DistributedDataParallel, together: bool) -> None:
+    """Number a newly constructed model among those of its process group.
+
+    Arguments:
+        ddp: the model.
+        together: all ranks have been in its constructor just now.
+    """
     group = ddp.process_group
     if dist.get_world_size(group) < 2:
         return
     shadow = Shadow(ddp, _first_gradient)
     meeting = _state.meetings.get(group)
     if meeting is None:
-        shadows: List[Shadow] = []
-        on_device_only = not _catch_up.has_cpu_backend(group)
-
-        def catch_up(source: int, models: int) -> None:
-            _catch_up.catch_up(group, source, shadows[:models], on_device_only)
-
-        device = ddp.device
-
-        def mirror(call: Call) -> None:
-            assert call.mirror is not None
-            sent = _state.sent.get(call.site, call.signature) if call.source == dist.get_rank() else None
-            with inner():
-                _collectives.take_part(call.mirror, device, sent, call.where)
-
-        rendezvous = Rendezvous(
-            group,
-            device if on_device_only else torch.device("cpu"),
-            catch_up,
-            mirror,
-            _state.sent.places,
-        )
-        store = GroupStore(group)
-        meeting = _state.meetings[group] = (rendezvous, Departure(rendezvous, store))
-        if _switches.current().watch:
-            _state.watches[group] = _watch_over(rendezvous, store)
-        _state.shadows[group] = shadows
-        _trace_around_the_vote()
-        _state.at_exit.arm()
+        meeting = _state.meetings[group] = _open_meeting(group, ddp.device, together)
     rendezvous = meeting[0]
     reason = why_not(ddp)
     if reason is not None:
         # Its collectives would meet the votes of the others, so nobody votes on this group.
         rendezvous.dissolve(reason, logging.WARNING)
-    shadow.number = len(rendezvous.models)
-    _state.shadows[group].append(shadow)
-    rendezvous.add(shadow)
+    shadow.number = rendezvous.add(shadow)
     _state.models[ddp] = (shadow, rendezvous)
     _state.loops.runs_here()
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.module.modules()):
+        _communicates(rendezvous, "it has SyncBatchNorm layers")
+
+
+def _open_meeting(group: dist.ProcessGroup, device: torch.device, together: bool) -> Tuple[Rendezvous, Departure]:
+    on_device_only = not _catch_up.has_cpu_backend(group)
+
+    def catch_up(source: int, models: Sequence[Any], begin_anew: Sequence[Any]) -> None:
+        _catch_up.catch_up(group, source, models, begin_anew, on_device_only)
+
+    def mirror(call: Call) -> None:
+        assert call.mirror is not None
+        sent = _state.sent.get(call.site, call.signature) if call.source == dist.get_rank() else None
+        with inner():
+            _collectives.take_part(call.mirror, device, sent, call.where)
+
+    switches = _switches.current()
+    rendezvous = Rendezvous(
+        group,
+        device if on_device_only else torch.device("cpu"),
+        catch_up,
+        mirror,
+        _state.sent.places,
+    )
+    usual = timeout_of(group, rendezvous.device) or 600.0
+    patience = usual / 2 if switches.patience is None else switches.patience
+    store, roll_call = _call_the_roll(group)
+    difference = roll_call.difference(0.0 if together else min(usual / 2, 60.0))
+    if difference is not None:
+        text = f"the ranks do not run ddpfix alike: {difference}. Switch it on in the same way on all ranks"
+        rendezvous.dissolve(text, logging.WARNING if roll_call.is_first else logging.INFO)
+    elif switches.uneven == "stop":
+        rendezvous.stops_together, rendezvous.drops_at = True, logging.INFO
+    if switches.watch and rendezvous.live:
+        _state.watches[group] = _watch_over(rendezvous, store)
+    _trace_around_the_vote()
+    _state.at_exit.arm()
+    return rendezvous, Departure(rendezvous, store, patience)
+
+
+def _communicates(rendezvous: Rendezvous, why: str) -> None:
+    """Note that a model cannot be shadowed, as its ranks need each other within the forward or backward."""
+    if not rendezvous.stops_together and rendezvous.live and _switches.current().uneven == "auto":
+        rendezvous.stops_together = True
+        logger.info(
+            "rank %d: a model communicates in its forward or backward (%s), which cannot be shadowed: from here on all ranks "
+            "end their training loops with the first that runs out of batches (DDPFIX_UNEVEN)",
+            rendezvous.rank,
+            why,
+        )
+
+
+def _longest_timeout(rendezvous: Rendezvous) -> float:
+    """Seconds that no collective of the script waits longer than."""
+    own = timeout_of(rendezvous.group, rendezvous.device) or 600.0
+    # Private, torch 2.1 to 2.15: the process groups of this process.
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return max([own, *(_timeout(group) or 0.0 for group in groups)])
+
+
+def _timeout(group: Any) -> Optional[float]:
+    found = [timeout_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
+    return max((timeout for timeout in found if timeout is not None), default=None)
 
 
 def _watch_over(rendezvous: Rendezvous, store: GroupStore) -> Watch:
@@ -211,7 +295,10 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
     if ddp not in _state.models and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
         # Not constructed while ddpfix looked on: a copy.deepcopy, an unpickled one, or one
         # older than ddpfix. All ranks begin to train it at this place, so it is numbered here.
-        _take_in(ddp)
+        _take_in(ddp, together=False)
+    if not after:
+        _state.all_in_forward = False
+        _state.in_training_forward = torch.is_grad_enabled() and ddp.training
     entry = _voter(ddp)
     if entry is None:
         return
@@ -228,7 +315,7 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
                 return
 
     def forward() -> Forward:
-        fresh = not any(other.waits_for_backward for other in _state.shadows[rendezvous.group])
+        fresh = not any(cast(Shadow, other).waits_for_backward for other in rendezvous.models.values())
         return shadow.next_forward(ddp, fresh, after)
 
     if forward().rebuild or forward().buffers:
@@ -236,7 +323,8 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
             # Stock raises here when the last backward has left a bucket unreduced (unused
             # parameters). Waiting for the others first would hide that: they wait for the bucket.
             ddp.reducer._check_reducer_finalized()
-        shadow.source = rendezvous.forward(forward)
+        shadow.source, all_in_it = rendezvous.forward(forward)
+        _state.all_in_forward |= all_in_it
 
 
 def _note_forward(ddp: DistributedDataParallel) -> None:
@@ -264,16 +352,14 @@ def _trace_around_the_vote() -> None:
         _after_forward = torch.compiler.disable(_note_forward)
 
 
-def _group_of_constructor(original: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-    """The process group that a DDP constructor call names, or ``None`` if it will not communicate."""
+def _group_of_constructor(original: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Any, bool]:
+    """The process group that a DDP constructor call names, and whether it will communicate."""
     arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    if not arguments.get("init_sync", True):
-        return None
     group = arguments.get("process_group")
     mesh = arguments.get("device_mesh")
     if group is None and mesh is not None:
         group = mesh.get_group(mesh_dim=0)
-    return group if group is not None else dist.group.WORLD
+    return group if group is not None else dist.group.WORLD, bool(arguments.get("init_sync", True))
 
 
 def _install_on_ddp(places: Places) -> None:
@@ -289,18 +375,21 @@ def _install_on_ddp(places: Places) -> None:
     def around_init(original: Any) -> Any:
         @functools.wraps(original, updated=())
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if not inside() and _state.meetings:
+            together = False
+            if not inside() and _state.pid == os.getpid():
                 try:
-                    group = _group_of_constructor(original, (self, *args), kwargs)
+                    group, together = _group_of_constructor(original, (self, *args), kwargs)
+                    if group is not None and dist.get_world_size(group) > 1 and group not in _state.meetings:
+                        _call_the_roll(group)
                 except Exception:
                     group = None  # bad arguments: torch says so itself
-                if group is not None:
+                if group is not None and together and _state.meetings:
                     constructor = functools.partial(_collectives.unique, "the constructor of DistributedDataParallel")
                     _meet(group, sys._getframe(1), constructor, only=True)
             with inner():
                 original(self, *args, **kwargs)
             if not inside():
-                _take_in(self)
+                _take_in(self, together)
 
         return __init__
 
@@ -345,20 +434,21 @@ def _install_on_ddp(places: Places) -> None:
 # -- collectives of the script -----------------------------------------------------
 
 
-def _concerned(group: Any, frame: types.FrameType, only: bool = False) -> List[Rendezvous]:
+_WHY_NO_SHADOW = (
+    "it is part of a model's forward, which needs all ranks (training loops over a DataLoader end on all ranks together, from "
+    "the second batch of the job on)"
+)
+
+
+def _concerned(group: Any, only: bool = False) -> List[Rendezvous]:
     """The meetings whose ranks all take part in a collective on ``group``.
 
     Arguments:
         group: the process group of the collective.
-        frame: the caller's.
         only: that of ``group`` itself and no other.
     """
     meetings = _state.live_meetings()
     if not meetings or not _state.loops.on_training_thread:
-        return []
-    if _in_backward():
-        return []  # the step as a whole was voted for
-    if DistributedDataParallel._active_ddp_module is not None and _of_model(frame):
         return []
     found = []
     members = None
@@ -383,10 +473,27 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
         describe: tells what it is.
         only: vote on ``group`` itself and no other.
     """
-    concerned = _concerned(group, frame, only)
+    if _in_backward():
+        # The step as a whole was voted for.
+        if _in_autograd_function(frame):
+            _note_communication(group, frame)
+        return
+    in_forward = DistributedDataParallel._active_ddp_module is not None and _state.loops.on_training_thread
+    of_model = in_forward and _of_model(frame)
+    if of_model and _state.in_training_forward:
+        _note_communication(group, frame)
+        if _state.all_in_forward:
+            return
+    elif of_model:
+        return
+    concerned = _concerned(group, only)
     if not concerned:
         return
     operation = describe()
+    if of_model:
+        # The first one stands for all of this forward.
+        _state.all_in_forward = True
+        operation = operation._replace(mirror=None, why_not=_WHY_NO_SHADOW, sent=None)
     position = _state.loops.position(frame)
     # What is kept of a vote must keep nothing of the script alive.
     site, where, frame_module = call_site(frame), place(frame), str(frame.f_globals.get("__name__"))
@@ -421,10 +528,19 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
         )
 
     in_loop = True if position.loops else position.in_body
+    of_loop = position.of_loop or position.last_one
+    # A vote on one group must not give up sooner than the call on another would.
+    timeout = None if only else _timeout(group)
     for rendezvous in concerned:
         rendezvous.collective(
             Collective(
-                site, operation.signature, call, in_loop, position.of_loop or position.last_one, position.ended
+                site,
+                operation.signature,
+                call,
+                in_loop,
+                of_loop,
+                position.ended,
+                timeout if group is not rendezvous.group else None,
             )
         )
     reduced.clear()
@@ -440,20 +556,45 @@ def _averages_models(module: str, tensor: Optional[torch.Tensor]) -> bool:
     )
 
 
-def _of_model(frame: Optional[types.FrameType]) -> bool:
-    """Whether a call in a model's forward is part of its computation, and not the script's own statistics.
+def _of_model(frame: types.FrameType) -> bool:
+    """Whether a call in a model's forward is part of its computation, and not the script's own log.
 
-    Those of torch's modules are (SyncBatchNorm), and those that have a counterpart in the backward. Lightning runs
-    ``training_step``, with all that it logs, inside of DDP's forward.
+    Those of torch's modules are (SyncBatchNorm), those that have a counterpart in the backward, and those made by the
+    ``forward`` of a module that has parameters or buffers. Others are not: Lightning runs ``training_step``, with all
+    that it logs, inside of DDP's forward, and a metric has neither.
     """
-    assert frame is not None
-    if str(frame.f_globals.get("__name__")).startswith("torch."):
+    if str(frame.f_globals.get("__name__")).startswith("torch.nn.") or _in_autograd_function(frame):
         return True
+    if _switches.current().uneven == "join":
+        return False  # the script's author says that it can be mirrored
+    above: Optional[types.FrameType] = frame
+    while above is not None and above.f_globals.get("__name__") != _DDP:
+        module = above.f_locals.get("self") if above.f_code.co_name == "forward" else None
+        if isinstance(module, torch.nn.Module) and any(
+            next(iterator, None) is not None for iterator in (module.parameters(), module.buffers())
+        ):
+            return True
+        above = above.f_back
+    return False
+
+
+def _in_autograd_function(frame: Optional[types.FrameType]) -> bool:
     while frame is not None:
         if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
             return True
         frame = frame.f_back
     return False
+
+
+def _note_communication(group: Any, frame: types.FrameType) -> None:
+    """Note that a model's ranks need each other within a step; on a part of its process group, too."""
+    pending = [r for r, _ in _state.live_meetings() if not r.stops_together]
+    if not pending or _switches.current().uneven != "auto":
+        return
+    members = set(dist.get_process_group_ranks(group))
+    for rendezvous in pending:
+        if len(members.intersection(dist.get_process_group_ranks(rendezvous.group))) > 1:
+            _communicates(rendezvous, f"at {place(frame)}")
 
 
 def _in_backward() -> bool:
@@ -605,6 +746,10 @@ def _take_in_what_exists() -> None:
             _catch_up.schedulers.add(thing)
 
 
+def _watches_loops() -> bool:
+    return _switches.current().loop_end or _switches.current().uneven == "stop"
+
+
 # -- the patch -----------------------------------------------------------------------
 
 
@@ -617,14 +762,14 @@ def install(places: Places) -> None:
     _install_on_join(places)
     _install_trackers(places)
     _state.at_exit.install(places)
-    if _switches.current().loop_end:
+    if _watches_loops():
         install_loops(places, _listening_loops)
     _take_in_what_exists()
 
 
 def _install_on_torchdata(places: Places) -> None:
     # StatefulDataLoader defines __iter__ anew; its iterators inherit __next__.
-    if _switches.current().loop_end:
+    if _watches_loops():
         install_iter(
             places,
             _listening_loops,
@@ -656,11 +801,11 @@ def status() -> Dict[str, Any]:
                 "ranks": dist.get_process_group_ranks(rendezvous.group),
                 "votes": rendezvous.votes,
                 "models": [
-                    {"steps_trained": trained, "steps_shadowed": shadowed}
-                    for trained, shadowed in zip(rendezvous.trained, rendezvous.shadowed)
+                    {"steps_trained": rendezvous.trained[number], "steps_shadowed": rendezvous.shadowed[number]}
+                    for number in rendezvous.models
                 ],
-                "steps_trained": sum(rendezvous.trained),
-                "steps_shadowed": sum(rendezvous.shadowed),
+                "steps_trained": rendezvous.steps_trained,
+                "steps_shadowed": rendezvous.steps_shadowed,
                 "seconds_shadowing": round(rendezvous.seconds_waited, 3),
                 "off": rendezvous.dissolved,
             }

@@ -14,12 +14,10 @@ import logging
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 import sys
-from datetime import timedelta
+import types
 from typing import TYPE_CHECKING, Any, Callable, Optional
-
-import torch
-import torch.distributed as dist
 
 from ._store import GroupStore
 from ._vote import Rendezvous
@@ -36,11 +34,13 @@ class Departure:
     Arguments:
         rendezvous: the meeting to leave.
         store: where word of it is left.
+        patience: seconds to wait for each step of the others at the most.
     """
 
-    def __init__(self, rendezvous: Rendezvous, store: GroupStore) -> None:
+    def __init__(self, rendezvous: Rendezvous, store: GroupStore, patience: float) -> None:
         self._rendezvous = rendezvous
         self._store = store
+        self._patience = patience
         self._left = False
 
     def leave(self) -> None:
@@ -49,8 +49,9 @@ class Departure:
             return
         self._left = True
         rendezvous = self._rendezvous
-        if rendezvous.live and (rendezvous.open or rendezvous.leaves_together):
-            rendezvous.leave(patience_of(rendezvous.group, rendezvous.device), self._others_left)
+        # Two threads must not vote at once.
+        if rendezvous.live and rendezvous.waiting_since is None and (rendezvous.open or rendezvous.leaves_together):
+            rendezvous.leave(self._patience, self._others_left)
         self._store.add("left", 1)
 
     def _others_left(self) -> bool:
@@ -58,18 +59,7 @@ class Departure:
             return False
         left = self._store.add("left", 0)
         # A store that does not answer has gone with the rank that hosted it.
-        return left is None or left >= self._rendezvous.world_size - 1
-
-
-def patience_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds to wait for others at the end: half of the process group's timeout."""
-    try:
-        # Backend.Options._timeout; the backend has ``options`` since torch 2.0.
-        timeout = group._get_backend(device).options._timeout
-        assert isinstance(timeout, timedelta)
-        return timeout.total_seconds() / 2
-    except Exception:
-        return 300.0
+        return left is None or left > 0
 
 
 class AtExit:
@@ -77,10 +67,12 @@ class AtExit:
 
     Arguments:
         leave: called once at the most.
+        trains: whether some other thread of this process may be training still.
     """
 
-    def __init__(self, leave: Callable[[], None]) -> None:
+    def __init__(self, leave: Callable[[], None], trains: Callable[[], bool]) -> None:
         self._leave = leave
+        self._trains = trains
         self._pid = 0
         self._finalizer: Optional[Any] = None
         self._exit_status: object = None
@@ -112,7 +104,7 @@ class AtExit:
         if self._pid != os.getpid():
             return
         self._pid = 0
-        if not in_error() and self._exit_status in (None, 0, False):
+        if not in_error() and self._exit_status in (None, 0, False) and not self._trains():
             self._leave()
 
     def install(self, places: Places) -> None:
@@ -121,7 +113,9 @@ class AtExit:
         def around(original: Any) -> Any:
             @functools.wraps(original, updated=())
             def exit(status: object = None) -> None:
-                self._exit_status = status
+                # Whoever is told to end (by a launcher that kills this rank in a moment, or takes its
+                # GPU away) does not stay for the others, whatever status its handler exits with.
+                self._exit_status = "told to end by a signal" if _in_signal_handler() else status
                 original(status)
 
             return exit
@@ -130,10 +124,27 @@ class AtExit:
 
 
 def in_error() -> bool:
-    """Whether an error is in flight, or has ended the script."""
+    """Whether an error is in flight, or has ended the script, or a signal is about to."""
+    if _in_signal_handler():
+        return True
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit) and error.code in (None, 0, False):
         error = None
     # Set by the interpreter when it prints an exception nobody caught
     # (last_exc from Python 3.12 on).
     return error is not None or getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
+
+
+def _in_signal_handler() -> bool:
+    """Whether a signal handler of the script, written in Python, is running on this thread."""
+    handlers = {
+        getattr(signal.getsignal(number), "__code__", None)
+        for number in (getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"))
+        if number is not None
+    }
+    frame: Optional[types.FrameType] = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in handlers:
+            return True
+        frame = frame.f_back
+    return False

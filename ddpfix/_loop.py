@@ -199,7 +199,7 @@ def _between(iterator: object) -> bool:
 class _Feed:
     """What one DataLoader iterator has handed out."""
 
-    __slots__ = ("__weakref__", "created", "handed", "length", "owner", "stepped", "steps_then", "trained", "where")
+    __slots__ = ("__weakref__", "ahead", "created", "handed", "length", "owner", "stepped", "steps_then", "stopped", "trained", "where")
 
     def __init__(self) -> None:
         self.created: Optional[Tuple[types.CodeType, int, bool]] = None
@@ -209,6 +209,8 @@ class _Feed:
 
     def reset(self) -> None:
         self.handed = 0
+        self.ahead = False  # batches were handed out with no step between them
+        self.stopped = False  # its last batches are kept from the script
         self.steps_then = 0  # Loops.steps when the last batch was handed out
         self.trained: Set[Any] = set()  # what was trained on its batches
         self.stepped = False  # steps were made on them, be it only to accumulate gradients
@@ -249,6 +251,12 @@ class Loops:
             fed a training step.
         on_nothing: called, with that, where an explicit ``next()`` got no batch at
             all: whether a loop has ended is not known, but others may train.
+        may_have: asked before a training loader hands out a batch, with what it
+            trains, the place in the script, and how many batches it has left, that
+            one included: whether the batch is to be had. If not, the loader has ended.
+        stop_together: which of the given subjects are trained in loops that all end with the
+            first one to end. There, a loader that runs dry ahead of the loop that it
+            feeds (one batch is held back) ends the loops of all.
     """
 
     def __init__(
@@ -256,6 +264,8 @@ class Loops:
         on_end: Callable[[Set[Any], str], None],
         expects_training: Callable[[], Set[Any]],
         on_nothing: Callable[[Set[Any]], None],
+        may_have: Callable[[Set[Any], str, Optional[int]], bool] = lambda trains, where, left: True,
+        stop_together: Callable[[Set[Any]], Set[Any]] = lambda subjects: set(),
     ) -> None:
         self.steps = 0
         self._knows_loops = False  # a plain ``for`` over a DataLoader has trained
@@ -263,6 +273,8 @@ class Loops:
         self.on_end = on_end
         self._expects_training = expects_training
         self._on_nothing = on_nothing
+        self._may_have = may_have
+        self._stop_together = stop_together
         self.thread: Optional[int] = None
         self._feeds: weakref.WeakSet[_Feed] = weakref.WeakSet()
         self._last_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -306,6 +318,31 @@ class Loops:
         if getattr(loader, "_dataset_kind", None) == 0:
             feed.length = len(loader)
 
+    def trains(self, iterator: Any, frame: types.FrameType) -> Set[Any]:
+        """What the next batch of ``iterator`` is for, those trained in loops that all end with the first.
+
+        Returns:
+            Empty unless it is known to feed training steps, from earlier batches, earlier passes, or
+            another loader at the same ``for``.
+        """
+        if threading.get_ident() != self.thread:
+            return set()
+        feed = _feed_of(iterator)
+        self._note_training(feed)
+        found = self._trained_before(feed)
+        if not found and not feed.handed and self._training_sites:
+            statement = for_statement(_asker(frame, iterator))
+            if statement is not None and (statement.frame.f_code, statement.start) in self._training_sites:
+                found = self._expects_training()
+        return self._stop_together(found) if found else found
+
+    def may_have(self, trains: Set[Any], iterator: Any, where: str) -> bool:
+        """Ask whether the script may have the batch that ``iterator`` is about to hand out."""
+        feed = _feed_of(iterator)
+        left = feed.length - feed.handed if feed.length is not None else None
+        feed.stopped = not self._may_have(trains, where, left)
+        return not feed.stopped
+
     def handed(self, iterator: Any, frame: types.FrameType) -> None:
         """``iterator`` has handed a batch to the code running in ``frame``."""
         feed = _feed_of(iterator)
@@ -322,6 +359,7 @@ class Loops:
                     statement.start,
                     statement.end,
                 )
+        feed.ahead |= bool(feed.handed) and feed.steps_then == self.steps
         feed.handed += 1
         feed.steps_then = self.steps
 
@@ -337,18 +375,28 @@ class Loops:
         # that holds a batch back and trains on it afterwards meets the others here, too.
         self._note_training(feed)
         created, trained = feed.created, set(feed.trained)
+        # A batch that was handed out is still to be trained on, as far as can be seen.
+        held_back = not feed.handed or feed.ahead or self.steps == feed.steps_then
+        stopped = feed.stopped
         # A loop shorter than a window of accumulation is like an empty one.
         nothing = not feed.handed
         no_step = nothing or (feed.stepped and not trained)
         before = self._trained_before(feed)
         feed.reset()
-        if not (trained or no_step) or threading.get_ident() != self.thread:
-            # There were batches and none was trained on: no training loop (rank 0 alone may
-            # evaluate on its training data). Or a prefetch thread reads ahead.
-            return set()
+        feed.stopped = stopped
+        if threading.get_ident() != self.thread:
+            return set()  # a prefetch thread reads ahead
         statement = for_statement(_asker(frame, iterator))
+        if statement is None and held_back and not stopped:
+            alike = self._stop_together(before) & self._expects_training()
+            if alike:
+                return alike
+        if not (trained or no_step):
+            # There were batches and none was trained on: no training loop (rank 0 alone may
+            # evaluate on its training data).
+            return set()
         if statement is None:
-            if nothing:
+            if nothing and not stopped:
                 self._on_nothing(before or self._expects_training())
             return set()
         if any(trains for _, trains in self._around(statement.frame, feed)):
@@ -470,6 +518,11 @@ def _feed_of(iterator: Any) -> _Feed:
     return feed
 
 
+def _stopped(iterator: Any) -> bool:
+    feed = iterator.__dict__.get("_ddpfix_feed")
+    return feed is not None and feed.stopped
+
+
 def _asker(frame: Optional[types.FrameType], iterator: object) -> Optional[types.FrameType]:
     """The frame that asked, past overriding ``__next__`` methods of the same iterator."""
     # torchdata 0.11's _StatefulBaseDataLoaderIter.__next__ calls super().__next__().
@@ -524,6 +577,8 @@ def install(places: Places, loops: Callable[[], Optional[Loops]]) -> None:
             if listening is None:
                 return original(self)
             frame = sys._getframe(1)
+            if _stopped(self):
+                raise StopIteration
             try:
                 batch = original(self)
             except StopIteration:
@@ -536,6 +591,11 @@ def install(places: Places, loops: Callable[[], Optional[Loops]]) -> None:
                         error.__suppress_context__ = True
                         raise
                 raise
+            trains = _guarded(listening.trains, self, frame)
+            if trains and not listening.may_have(trains, self, place(frame)):
+                _guarded(listening.exhausted, self, frame)
+                # Seen by who asks for a batch without minding that there may be none.
+                raise StopIteration("ddpfix: another rank has run out of batches, and the loops of all ranks end together")
             _guarded(listening.handed, self, frame)
             return batch
 

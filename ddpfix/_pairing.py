@@ -78,6 +78,7 @@ class Report(NamedTuple):
         knows: sites that it has called, and how often, as it seems, from inside its own training loop.
         keeps: site and signature of the broadcasts whose last value it could repeat.
         ended: the ``for`` statement of the training loop that has ended last on it, unless it has begun anew.
+        has_batch: it asks whether all have a next batch, and has one itself.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class Report(NamedTuple):
     knows: Tuple[Tuple[int, int], ...] = ()
     keeps: Tuple[Tuple[int, int], ...] = ()
     ended: Optional[int] = None
+    has_batch: bool = False
 
     def calls_of(self, site: int) -> int:
         """How often it has called a site from inside its training loop."""
@@ -100,7 +102,7 @@ class Report(NamedTuple):
 
     @property
     def at_loop_end(self) -> bool:
-        return self.call is None and not self.leaving
+        return self.call is None and not (self.leaving or self.has_batch)
 
     def words(self) -> str:
         if self.call is not None and self.joined:
@@ -142,6 +144,9 @@ def decide(reports: Sequence[Report]) -> Decision:
     """
     callers = [report for report in reports if report.call is not None]
     assert callers
+    if any(report.has_batch for report in reports):
+        # Not all are at the head of their loops, so it is no time to ask: each gets its batch, as without ddpfix.
+        return Decision([Role.GOES if report.has_batch else Role.ASKS for report in reports])
     # What those call that still train comes first.
     leader = min(callers, key=lambda report: _precedence(report, reports))
     call = leader.call
@@ -226,6 +231,8 @@ def decide(reports: Sequence[Report]) -> Decision:
     if Role.GOES in roles:  # a rank that is leaving: the call cannot be completed
         gone = [report.words() for report, role in zip(reports, roles) if role is Role.GOES]
         text = f"{'; '.join(gone)}, but {_places(callers)}, for which all ranks are needed"
+        if call.mirror is None and call.why_not is not None:
+            text += f": {call.why_not}"
         return Decision([Role.GOES if r.call is None else Role.FAILS for r in reports], error=text)
     mirroring = [report for report, role in zip(reports, roles) if role is Role.MIRRORS]
     reason = _why_not(call, mirroring)

@@ -103,6 +103,11 @@ class Shadow:
         """The model, or ``None`` once it is gone."""
         return self._ddp()
 
+    @property
+    def gone(self) -> bool:
+        """Whether the script has dropped the model, and nobody keeps it."""
+        return self._ddp() is None
+
     def hold(self) -> None:
         """Keep the model alive: another rank may still train it."""
         self._kept = self._ddp()
@@ -121,12 +126,7 @@ class Shadow:
 
     def _alive(self) -> DistributedDataParallel:
         ddp = self._ddp()
-        if ddp is None:
-            raise RuntimeError(
-                f"ddpfix: another rank trains DistributedDataParallel model number {self.number}, which "
-                f"this rank (rank {dist.get_rank()}) has already dropped after meeting the others; "
-                "keep the model until all ranks have finished training it"
-            )
+        assert ddp is not None, "asked before (Shadow.gone)"
         return ddp
 
     # -- the rank's own step -------------------------------------------------------

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ON = ("1", "on", "true")
 OFF = ("0", "off", "false")
 PATCH_NAMES = ("barrier", "join")
+UNEVEN = ("auto", "join", "stop")
 
 # name, valid values, default, meaning. The README shows this table; a test compares the two.
 TABLE = (
@@ -25,6 +26,20 @@ TABLE = (
         "1, on, true, 0, off, false",
         "1",
         "whether the end of a plain `for` over a training DataLoader is a meeting point of the ranks",
+    ),
+    (
+        "DDPFIX_UNEVEN",
+        "auto, join, stop",
+        "auto",
+        "what happens when a rank runs out of batches: it shadows the others (join), or all end that loop together (stop); auto is "
+        "stop for models that communicate in their forward or backward, which cannot be shadowed, else join",
+    ),
+    (
+        "DDPFIX_PATIENCE",
+        "a number of seconds",
+        "",
+        "how long a rank that has ended its part waits for each step of the others before it leaves without them; if empty, half of "
+        "the process group's timeout",
     ),
     (
         "DDPFIX_WATCH",
@@ -50,17 +65,27 @@ class Switches:
         enabled (bool): ``DDPFIX``.
         disabled (tuple of str): the patches named by ``DDPFIX_DISABLE``.
         loop_end (bool): ``DDPFIX_LOOP_END``.
+        uneven (str): ``DDPFIX_UNEVEN``.
+        patience (float or None): ``DDPFIX_PATIENCE``, in seconds.
         watch (float): ``DDPFIX_WATCH``, in seconds.
     """
 
-    __slots__ = ("disabled", "enabled", "loop_end", "watch")
+    __slots__ = ("disabled", "enabled", "loop_end", "patience", "uneven", "watch")
 
     def __init__(
-        self, enabled: bool = True, disabled: tuple[str, ...] = (), loop_end: bool = True, watch: float = 60.0
+        self,
+        enabled: bool = True,
+        disabled: tuple[str, ...] = (),
+        loop_end: bool = True,
+        uneven: str = "auto",
+        patience: float | None = None,
+        watch: float = 60.0,
     ) -> None:
         self.enabled = enabled
         self.disabled = disabled
         self.loop_end = loop_end
+        self.uneven = uneven
+        self.patience = patience
         self.watch = watch
 
     def as_dict(self) -> dict[str, object]:
@@ -69,6 +94,8 @@ class Switches:
             "DDPFIX": self.enabled,
             "DDPFIX_DISABLE": list(self.disabled),
             "DDPFIX_LOOP_END": self.loop_end,
+            "DDPFIX_UNEVEN": self.uneven,
+            "DDPFIX_PATIENCE": self.patience,
             "DDPFIX_WATCH": self.watch,
         }
 
@@ -98,7 +125,9 @@ def read(environ: Mapping[str, str]) -> Switches:
         enabled=_on_or_off("DDPFIX", environ),
         disabled=tuple(disabled),
         loop_end=_on_or_off("DDPFIX_LOOP_END", environ),
-        watch=_seconds("DDPFIX_WATCH", environ),
+        uneven=_one_of(UNEVEN, "DDPFIX_UNEVEN", environ),
+        patience=_seconds("DDPFIX_PATIENCE", environ),
+        watch=_seconds("DDPFIX_WATCH", environ) or 0.0,
     )
 
 
@@ -128,15 +157,28 @@ def _on_or_off(name: str, environ: Mapping[str, str]) -> bool:
     raise _invalid(name, environ[name])
 
 
-def _seconds(name: str, environ: Mapping[str, str]) -> float:
-    default = next(row[2] for row in TABLE if row[0] == name)
+def _one_of(values: tuple[str, ...], name: str, environ: Mapping[str, str]) -> str:
+    value = environ.get(name, "").strip().lower() or _default(name)
+    if value not in values:
+        raise _invalid(name, environ[name])
+    return value
+
+
+def _seconds(name: str, environ: Mapping[str, str]) -> float | None:
+    text = environ.get(name, "").strip() or _default(name)
+    if not text:
+        return None
     try:
-        value = float(environ.get(name, "").strip() or default)
+        value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise _invalid(name, environ[name])
     return value
+
+
+def _default(name: str) -> str:
+    return next(row[2] for row in TABLE if row[0] == name)
 
 
 def _invalid(name: str, value: str) -> SwitchError:

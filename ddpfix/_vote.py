@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Protocol, Set, Tuple
 
@@ -36,8 +37,9 @@ class Kind(IntEnum):
     BACKWARD = 0  # always wins: its voter does not wait for the result
     FORWARD = 1
     COLLECTIVE = 2
-    LOOP_END = 3
-    LEAVING = 4
+    NEXT_BATCH = 3
+    LOOP_END = 4
+    LEAVING = 5
 
 
 class Forward(NamedTuple):
@@ -73,6 +75,8 @@ class Collective(NamedTuple):
             ``None`` if that is not known.
         of_loop: whether such calls may be taken for part of the loop.
         ended: the training loop that has ended last on this rank.
+        timeout: seconds that the call itself would wait for the others; ``None``
+            for the process group's own timeout.
     """
 
     site: int
@@ -81,17 +85,16 @@ class Collective(NamedTuple):
     in_loop: Optional[bool] = None
     of_loop: bool = False
     ended: Optional[int] = None
-
-
-class Mirror(Protocol):
-    """What the protocol asks of who knows collectives (:mod:`ddpfix._collectives`)."""
-
-    def __call__(self, call: Call) -> None: ...
+    timeout: Optional[float] = None
 
 
 class Model(Protocol):
     """What the protocol asks of a model (:class:`ddpfix._shadow.Shadow`)."""
 
+    @property
+    def gone(self) -> bool: ...
+    @property
+    def missed_first_iteration(self) -> bool: ...
     def shadow_backward(self) -> None: ...
     def shadow_forward(self, forward: Forward, source: int) -> None: ...
     def hold(self) -> None: ...
@@ -101,7 +104,9 @@ class Model(Protocol):
 class _Unanswered(Exception):
     """The other ranks did not, or will not, answer a vote."""
 
-    level = logging.WARNING
+    def __init__(self, text: str, level: int = logging.WARNING) -> None:
+        super().__init__(text)
+        self.level = level
 
 
 class _Ballot(NamedTuple):
@@ -112,11 +117,10 @@ class _Ballot(NamedTuple):
     rank: int  # lowest rank that voted for the winner
     source: int  # lowest rank that is up to date
     behind: bool  # some rank has shadowed a backward and not caught up since
-    loop_end: bool  # some rank is at its loop end
+    one_kind: bool  # all ranks are about to do the same kind of thing
     leaving: bool  # some rank is leaving
     joined: bool  # some rank has shadowed a step, or mirrored a call, during its present wait
-    models: int  # number of models that every rank has
-    one_signature: bool  # the collectives that ranks are at fit together
+    one_signature: bool  # the collectives, or the forwards, that ranks are at fit together
     one_site: bool  # they are called from one place in the script
 
 
@@ -143,7 +147,8 @@ class Rendezvous:
         group: the process group of the DDP models.
         device: where votes are reduced.
         catch_up: makes all ranks equal to one that is up to date; called on
-            every rank with that rank (in ``group``) and the number of models.
+            every rank with that rank (in ``group``), the models that every rank
+            still has, and those of them whose static graph must begin anew.
         mirror: takes part in a collective of others.
         keeps: tells which broadcasts this rank could repeat.
     """
@@ -152,15 +157,16 @@ class Rendezvous:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        catch_up: Callable[[int, int], None],
-        mirror: Mirror,
+        catch_up: Callable[[int, List[Model], List[Model]], None],
+        mirror: Callable[[Call], None],
         keeps: Callable[[], Tuple[Tuple[int, int], ...]],
     ) -> None:
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.models: List[Model] = []
+        self.models: Dict[int, Model] = {}  # by number, in order; those that are gone are left out
+        self.models_made = 0
         # Why nobody votes on this group any more (stock behaviour from then on).
         self.dissolved: Optional[str] = None
         # Depth of the user's own join(): torch's protocol runs, ours must not.
@@ -171,13 +177,18 @@ class Rendezvous:
         # than this one may be left when it ends, so it leaves together with them.
         self.leaves_together = False
         self.votes = 0
-        self.trained: List[int] = []  # synchronised steps of this rank, by model
-        self.shadowed: List[int] = []  # steps of others
+        self.trained: Dict[int, int] = {}  # synchronised steps of this rank, by model
+        self.shadowed: Dict[int, int] = {}  # steps of others
+        self._steps_of_gone = (0, 0)
         self.seconds_waited = 0.0  # of these, the seconds that this rank has spent on them
         self._told: Tuple[int, int, float] = (0, 0, 0.0)  # what of this the log knows
         # For who watches the waits: the last vote in words, and since when its result is waited for.
         self.last_vote: Callable[[], str] = lambda: "has not voted yet"
         self.waiting_since: Optional[float] = None
+        # No rank shadows another for want of batches: all end their training loops with the first that runs out.
+        self.stops_together = False
+        # Level of what the log says about batches that are dropped.
+        self.drops_at = logging.WARNING
         self._behind = False
         self._catch_up = catch_up
         self._mirror = mirror
@@ -197,18 +208,39 @@ class Rendezvous:
         # A collective of this rank's that may have paired with one that it was not meant to.
         self._doubtful: Optional[str] = None
 
-    def add(self, model: Model) -> None:
-        """Number a model: the ranks of a process group construct their DDP models in one order."""
-        self.models.append(model)
-        self.trained.append(0)
-        self.shadowed.append(0)
-        self._hold(len(self.models) - 1)
+    def add(self, model: Model) -> int:
+        """Number a model: the ranks of a process group construct their DDP models in one order.
+
+        Returns:
+            The number.
+        """
+        for number, other in list(self.models.items()):
+            if other.gone:  # a script may make thousands
+                del self.models[number]
+                gone = (self.trained.pop(number), self.shadowed.pop(number))
+                self._steps_of_gone = (self._steps_of_gone[0] + gone[0], self._steps_of_gone[1] + gone[1])
+        number = self.models_made
+        self.models_made += 1
+        self.models[number] = model
+        self.trained[number] = self.shadowed[number] = 0
+        self._hold(number)
         self.open = True
+        return number
+
+    @property
+    def steps_trained(self) -> int:
+        """Synchronised steps of this rank, with all models."""
+        return self._steps_of_gone[0] + sum(self.trained.values())
+
+    @property
+    def steps_shadowed(self) -> int:
+        """Steps of others that this rank has shadowed, with all models."""
+        return self._steps_of_gone[1] + sum(self.shadowed.values())
 
     def may_be_needed(self) -> None:
         """Others may be training, with or without a word of this rank: it leaves with them, and keeps the models until then."""
         self.open = True
-        for model in range(len(self.models)):
+        for model in self.models:
             self._hold(model)
 
     # -- what the ranks vote for -----------------------------------------------------
@@ -229,7 +261,7 @@ class Rendezvous:
         self.last_vote = lambda: f"trained a step of model {model}"
         self._cast(Kind.BACKWARD, model)
 
-    def forward(self, forward: Callable[[], Forward]) -> int:
+    def forward(self, forward: Callable[[], Forward]) -> Tuple[int, bool]:
         """Meet before the collective part of a forward.
 
         Arguments:
@@ -237,10 +269,15 @@ class Rendezvous:
                 shadow a backward meanwhile can make the bucket rebuild due.
 
         Returns:
-            The rank in the process group that buffers are to be taken from.
+            The rank in the process group that buffers are to be taken from, and whether all ranks
+            are at this forward.
         """
-        result = self._attend(Kind.FORWARD, forward=forward)
-        return result.rank if result is not None else 0
+        try:
+            result = self._attend(Kind.FORWARD, forward=forward)
+        except _Unanswered as error:
+            self._go_alone("in the forward of a model", error)
+            result = None
+        return (result.rank, result.one_kind and result.one_signature) if result is not None else (0, False)
 
     def collective(self, collective: Collective) -> None:
         """Meet before a collective of the script; returns when it is this rank's turn to call it.
@@ -248,8 +285,12 @@ class Rendezvous:
         Raises:
             CollectiveMismatchError: the ranks are at collectives that cannot meet.
         """
-        self._attend(Kind.COLLECTIVE, collective=collective)
-        site, step = collective.site, sum(self.trained)
+        try:
+            self._attend(Kind.COLLECTIVE, collective=collective)
+        except _Unanswered as error:
+            call = collective.call()
+            self._go_alone(f"at {call.name} at {call.where}", error)
+        site, step = collective.site, self.steps_trained
         # Where loops are not known, what is called in one step (of each model) after the other is in one.
         again = collective.in_loop is None and 0 < step - self._step_of_site.get(site, step) <= len(self.models)
         self._step_of_site[site] = step
@@ -261,7 +302,29 @@ class Rendezvous:
         if self._doubtful is not None:
             self.may_be_needed()
 
-    def loop_end(self, where: str, loop: Optional[int]) -> None:
+    def next_batch(self, where: str, left: Optional[int], timeout: float) -> bool:
+        """Agree whether all ranks have a next batch; nobody shadows for want of one.
+
+        Arguments:
+            where: the place in the script, for the log.
+            left: batches that this rank has left, that one included; ``None`` if that is not known.
+            timeout: seconds to wait for the others.
+
+        Returns:
+            Whether this rank is to have its batch. If not, the loops of all ranks end here.
+        """
+        try:
+            result = self._attend(Kind.NEXT_BATCH, where=f"gets its next batch at {where}", left=left, patience=timeout)
+        except _Unanswered as error:
+            self._go_alone("before the next batch", error)
+            return True
+        assert result is not None
+        if result.kind is not Kind.NEXT_BATCH or result.one_kind:
+            return True
+        self._loop_has_ended()
+        return False
+
+    def loop_end(self, where: str, loop: Optional[int], timeout: float) -> None:
         """Shadow the others until nobody is at a training step.
 
         That the others do not answer is no error of a rank that has trained its
@@ -270,16 +333,22 @@ class Rendezvous:
         Arguments:
             where: the place in the script, for the log.
             loop: hash of the loop.
+            timeout: seconds to wait for one vote of the others.
 
         Raises:
             CollectiveMismatchError: the others call a collective in their loop that
                 this rank cannot take part in.
         """
         try:
-            self._attend(Kind.LOOP_END, where=f"ended its training loop at {where}", ended=loop)
-            self._met()
+            self._attend(Kind.LOOP_END, where=f"ended its training loop at {where}", ended=loop, patience=timeout)
         except _Unanswered as error:
-            self._go_alone("waiting at the end of the loop", error)
+            self._go_alone("at the end of the loop", error)
+            self._joined = False
+        else:
+            self._loop_has_ended()
+
+    def _loop_has_ended(self) -> None:
+        self._met()
         self._joined = False
 
     def leave(self, patience: float, others_left: Callable[[], bool]) -> None:
@@ -287,18 +356,17 @@ class Rendezvous:
 
         Arguments:
             patience: seconds to wait for one vote of the others at the most.
-            others_left: whether all other ranks have left for good, so that
-                nobody will answer.
+            others_left: whether some other rank has left for good, so that
+                nobody can answer.
         """
         try:
+            if others_left():
+                raise _Unanswered("they have left already", logging.INFO)
             self._attend(
-                Kind.LEAVING,
-                patience=patience,
-                nobody_comes=others_left,
-                where="is leaving the process group",
+                Kind.LEAVING, patience=patience, nobody_comes=others_left, where="is leaving the process group"
             )
         except _Unanswered as error:
-            self._go_alone("leaving", error)
+            self._go_alone("leaving", error, leaving=True)
         self._met()
 
     def dissolve(self, reason: str, level: int = logging.INFO) -> None:
@@ -307,14 +375,15 @@ class Rendezvous:
             self.dissolved = reason
             logger.log(level, "rank %d: ambient join is off for this process group: %s", self.rank, reason)
 
-    def _go_alone(self, doing: str, error: _Unanswered) -> None:
+    def _go_alone(self, doing: str, error: _Unanswered, leaving: bool = False) -> None:
+        text, level = f"{doing}, it got no answer from the others ({error})", error.level
         if self._behind:
-            # This rank lacks the steps it has shadowed; it must not pass its model for the final one.
-            raise RuntimeError(
-                f"ddpfix: rank {self.rank} shadowed the training of other ranks, which then stopped "
-                f"answering ({error}); its model lacks their last steps"
-            ) from error
-        self.dissolve(f"{doing}, it got no answer from the others ({error})", error.level)
+            lacks = f"its model lacks the last steps of the others, of which it has shadowed {self.steps_shadowed}"
+            if not leaving:
+                # It must not pass its model for the final one.
+                raise RuntimeError(f"ddpfix: rank {self.rank}: {text}; {lacks}") from error
+            text, level = f"{text}; {lacks}", logging.WARNING
+        self.dissolve(text, level)
 
     def _hold(self, model: int) -> None:
         self._held.add(model)
@@ -322,8 +391,9 @@ class Rendezvous:
 
     def _met(self) -> None:
         self.open = False
-        for model in self._held:
-            self.models[model].release()
+        for number in self._held:
+            if number in self.models:
+                self.models[number].release()
         self._held.clear()
 
     # -- rounds ----------------------------------------------------------------
@@ -334,16 +404,35 @@ class Rendezvous:
         forward: Optional[Callable[[], Forward]] = None,
         collective: Optional[Collective] = None,
         patience: Optional[float] = None,
-        nobody_comes: Optional[Callable[[], bool]] = None,
+        nobody_comes: Callable[[], bool] = lambda: False,
         where: str = "",
         ended: Optional[int] = None,
+        left: Optional[int] = 0,
     ) -> Optional[_Ballot]:
         """Vote, and shadow what wins, until it is this rank's turn.
 
+        Arguments:
+            kind: of the vote.
+            forward, collective: what it is about, where it is a forward or a collective.
+            patience: seconds to wait for a result; ``None`` for as long as what it is about would wait.
+            nobody_comes: whether there will be none.
+            where: where this rank stands, in words, if it calls nothing.
+            ended: the loop that has ended.
+            left: batches that are dropped if all loops end now; ``None`` if that is not known.
+
         Returns:
             The result that it goes on with; ``None`` if nothing collective was left to do.
+
+        Raises:
+            _Unanswered: there was no result.
         """
         mine = None
+        told_that_it_stays = False
+        timeout = collective.timeout if collective is not None else None
+        if patience is not None:
+            # On a device, giving up is this thread's affair: a work that times out there takes the process with it. On
+            # the CPU the vote should not outlive it by much, for the process cannot end as long as it is under way.
+            timeout = patience + 1 if self.device.type == "cpu" else 2 * patience + 60
         started = time.monotonic()
         self.last_vote = lambda: _words(where, collective) + (" and is shadowing" if self._joined else "")
         while True:
@@ -355,22 +444,29 @@ class Rendezvous:
                 detail = _pack_forward(mine, self._behind)
             elif collective is not None:
                 detail = _pack_collective(collective, self._joined)
-            work, tensor = self._cast(kind, detail, self._joined, collective)
+            work, tensor = self._cast(kind, detail, collective, timeout)
             self.waiting_since = time.monotonic()
             try:
-                if patience is not None and nobody_comes is not None:
+                if patience is not None and (kind is Kind.LEAVING or self.device.type != "cpu"):
                     _await(work, patience, nobody_comes)
                 work.wait()
                 numbers = tensor.tolist()  # with NCCL, the wait is here
             except RuntimeError as error:  # the process group's own: a timeout, a closed connection
-                if kind in (Kind.LOOP_END, Kind.LEAVING):
-                    raise _Unanswered(str(error).strip().split("\n")[0]) from error
-                raise
+                raise _Unanswered(str(error).strip().split("\n")[0]) from error
             finally:
                 self.waiting_since = None
             self._forget_old_votes()
             result = _unpack(numbers)
             self.leaves_together |= result.leaving or result.joined
+
+            if kind is Kind.LEAVING and not (result.kind is kind or told_that_it_stays):
+                told_that_it_stays = True
+                logger.info(
+                    "rank %d has ended its part of the training, and shadows the other ranks until they have ended theirs; "
+                    "it waits up to %.0f seconds for each of their steps (DDPFIX_PATIENCE)",
+                    self.rank,
+                    patience,
+                )
 
             if result.kind is Kind.BACKWARD:
                 self._model(result.detail).shadow_backward()
@@ -398,12 +494,15 @@ class Rendezvous:
             if result.kind is not Kind.COLLECTIVE:
                 if result.behind:
                     self._all_catch_up(result)
+                if result.kind is Kind.NEXT_BATCH and not result.one_kind:
+                    self._tell_what_is_dropped(where, left, kind)
+                    if kind is Kind.LOOP_END:
+                        return result  # this rank's loop has ended, and so have those of the others now
                 if result.kind is kind:
                     return result
                 continue  # the others are at their loop end, and go; this rank leaves later
 
-            everybody = not (result.loop_end or result.leaving)
-            if everybody and result.one_signature and not (result.joined or result.behind):
+            if result.one_kind and result.one_signature and not (result.joined or result.behind):
                 # Nobody has shadowed a step: today's pairing, whatever the call sites.
                 if not result.one_site and collective is not None:
                     self._note_doubtful(collective, result)
@@ -419,6 +518,7 @@ class Rendezvous:
                 knows=tuple(self._sites.items()),
                 keeps=self._keeps(),
                 ended=collective.ended if collective is not None else ended,
+                has_batch=kind is Kind.NEXT_BATCH,
             )
             told = self._exchange({"report": to_json(mine_told), "behind": self._behind})
             reports = [from_json(one["report"]) for one in told]
@@ -445,11 +545,17 @@ class Rendezvous:
                 self._joined = True
 
     def _model(self, number: int) -> Model:
-        if number >= len(self.models):
+        if number >= self.models_made:
             raise RuntimeError(
                 f"ddpfix: another rank trains DistributedDataParallel model number {number} of this process "
-                f"group, but rank {self.rank} has made {len(self.models)}; all ranks must construct the "
+                f"group, but rank {self.rank} has made {self.models_made}; all ranks must construct the "
                 "same models in the same order, after ddpfix was imported"
+            )
+        if number not in self.models or self.models[number].gone:
+            raise RuntimeError(
+                f"ddpfix: another rank trains DistributedDataParallel model number {number}, which "
+                f"this rank (rank {self.rank}) has already dropped after meeting the others; "
+                "keep the model until all ranks have finished training it"
             )
         return self.models[number]
 
@@ -504,30 +610,51 @@ class Rendezvous:
                 "ddpfix: every rank of the process group lacks steps that another one has trained; this "
                 "happens when ranks train several models in different orders at the same time"
             )
-        self._catch_up(result.source, result.models)
-        self._behind = False
-        self._tell()
-
-    def _tell(self) -> None:
-        """Log how uneven it was since the last time; all ranks come here together."""
-        now = (sum(self.trained), sum(self.shadowed), self.seconds_waited)
+        now = (self.steps_trained, self.steps_shadowed, self.seconds_waited)
         trained, shadowed, seconds = (new - old for new, old in zip(now, self._told))
         self._told = now
-        told = self._exchange({"trained": trained, "shadowed": shadowed, "seconds": round(seconds, 1)})
+        there = [number for number, model in self.models.items() if not model.gone]
+        told = self._exchange(
+            {
+                "models": there,
+                "missed": [number for number in there if self.models[number].missed_first_iteration],
+                "trained": trained,
+                "shadowed": shadowed,
+                "seconds": round(seconds, 1),
+            }
+        )
+        # A rank may have made one more, or dropped one.
+        common = [number for number in there if all(number in one["models"] for one in told)]
+        missed = [number for number in common if any(number in one["missed"] for one in told)]
+        self._catch_up(result.source, [self.models[n] for n in common], [self.models[n] for n in missed])
+        self._behind = False
         if self.rank == 0:
             logger.info(
                 "uneven inputs, rank by rank: steps trained %s, steps of others shadowed %s, seconds spent on them %s",
                 *([one[what] for one in told] for what in ("trained", "shadowed", "seconds")),
             )
 
+    def _tell_what_is_dropped(self, where: str, left: Optional[int], kind: Kind) -> None:
+        told = self._exchange({"left": left, "where": where, "has": kind is Kind.NEXT_BATCH})
+        if self.rank == 0:
+            # Whoever has asked for it knows that batches are dropped.
+            logger.log(
+                self.drops_at,
+                "uneven inputs: the training loops of all ranks ended together, because %s; batches dropped, rank by rank: %s",
+                " and ".join(f"rank {rank} {one['where']}" for rank, one in enumerate(told) if not one["has"]),
+                ", ".join("at least 1" if one["left"] is None else str(one["left"]) for one in told),
+            )
+
     def _cast(
-        self, kind: Kind, detail: int, joined: bool = False, collective: Optional[Collective] = None
+        self,
+        kind: Kind,
+        detail: int = 0,
+        collective: Optional[Collective] = None,
+        timeout: Optional[float] = None,
     ) -> Tuple[Any, torch.Tensor]:
-        ballot = _pack(
-            kind, detail, self.rank, self.world_size, self._behind, joined, len(self.models), collective
-        )
+        ballot = _pack(kind, detail, self.rank, self.world_size, self._behind, self._joined, collective)
         tensor = self._on_device(ballot)
-        work = all_reduce_min(self.group, tensor)
+        work = all_reduce_min(self.group, tensor, timeout)
         self.votes += 1
         self._votes_kept.append((work, tensor))
         if len(self._votes_kept) > 8 and self._votes_kept[0][0].is_completed():
@@ -556,11 +683,40 @@ class Rendezvous:
         self._votes_kept.clear()
 
 
-def all_reduce_min(group: dist.ProcessGroup, tensor: torch.Tensor) -> Any:
-    """Reduce ``tensor`` over ``group``, below ``torch.distributed.all_reduce`` and its hooks; returns the work."""
+def all_reduce_min(group: dist.ProcessGroup, tensor: torch.Tensor, timeout: Optional[float] = None) -> Any:
+    """Reduce ``tensor`` over ``group``, below ``torch.distributed.all_reduce`` and its hooks; returns the work.
+
+    Arguments:
+        timeout: seconds until it gives up, instead of the group's timeout, where torch can do that.
+    """
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
-    return group.allreduce([tensor], options)
+    if timeout is None:
+        return group.allreduce([tensor], options)
+    # Gloo takes it from here (ProcessGroupGloo.cpp; seen in torch 2.13, not yet in 2.1) ...
+    options.timeout = timedelta(seconds=timeout)
+    backend: Any = group._get_backend(tensor.device)
+    # ... and NCCL from its options, at the moment of the call (ProcessGroupNCCL.cpp, initWork; settable since torch 2.3).
+    usual = getattr(getattr(backend, "options", None), "_timeout", None)
+    if tensor.device.type == "cpu" or usual is None or not hasattr(backend, "_set_default_timeout"):
+        return group.allreduce([tensor], options)
+    backend._set_default_timeout(options.timeout)
+    try:
+        return group.allreduce([tensor], options)
+    finally:
+        backend._set_default_timeout(usual)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> Optional[float]:
+    """Seconds that a collective on ``device`` waits for the other ranks; ``None`` where torch does not tell.
+
+    ``Backend.options._timeout``, torch 2.0 and up.
+    """
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except Exception:
+        return None
+    return float(timeout.total_seconds()) if isinstance(timeout, timedelta) else None
 
 
 # -- what must not vote: calls made inside a collective of the script or of DDP ----------
@@ -592,16 +748,17 @@ def _words(where: str, collective: Optional[Collective]) -> str:
 
 def _await(work: Any, patience: float, nobody_comes: Callable[[], bool]) -> None:
     """Wait for a vote, but neither for ever nor for ranks that have gone."""
-    deadline, pause, asked = time.monotonic() + patience, 0.0005, 0.0
+    deadline, pause, asked, nobody = time.monotonic() + patience, 0.0005, 0.0, 0
     while not work.is_completed():
         now = time.monotonic()
         if now > deadline:
             raise _Unanswered(f"they have not ended their training after {patience:.0f} s")
         if now - asked > 0.2:
             if nobody_comes():
-                gone = _Unanswered("they have left already")
-                gone.level = logging.INFO
-                raise gone
+                # The results of a vote that all have cast may be on their way still.
+                nobody += 1
+                if nobody > 5:
+                    raise _Unanswered("they have left already", logging.INFO)
             asked = now
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
@@ -617,38 +774,38 @@ def _pack(
     world_size: int,
     behind: bool,
     joined: bool,
-    models: int,
     collective: Optional[Collective] = None,
 ) -> List[int]:
-    # All are reduced with MIN, so a flag that anyone may raise is 0 where raised. Of
-    # hashes the smallest and the largest are found; ranks without one keep out of that.
+    # All are reduced with MIN, so a flag that anyone may raise is 0 where raised. Of kinds
+    # and hashes the smallest and the largest are found; ranks without a hash keep out of that.
     hashes = [_HASHES] * 4
     if collective is not None:
         hashes = [collective.signature, -collective.signature, collective.site, -collective.site]
+    elif kind is Kind.FORWARD:
+        hashes[:2] = [detail, -detail]
     return [
         (int(kind) << _DETAIL_BITS | detail) << _RANK_BITS | rank,
+        -int(kind),
         world_size if behind else rank,
         0 if behind else 1,
-        0 if kind is Kind.LOOP_END else 1,
         0 if kind is Kind.LEAVING else 1,
         0 if joined else 1,
-        models,
         *hashes,
     ]
 
 
 def _unpack(numbers: List[int]) -> _Ballot:
-    code, source, not_behind, not_loop_end, not_leaving, not_joined, models, *hashes = numbers
+    code, last, source, not_behind, not_leaving, not_joined, *hashes = numbers
+    kind = Kind(code >> _RANK_BITS >> _DETAIL_BITS)
     return _Ballot(
-        Kind(code >> _RANK_BITS >> _DETAIL_BITS),
+        kind,
         code >> _RANK_BITS & (1 << _DETAIL_BITS) - 1,
         code & (1 << _RANK_BITS) - 1,
         source,
         not not_behind,
-        not not_loop_end,
+        -last == kind,
         not not_leaving,
         not not_joined,
-        models,
         hashes[0] == -hashes[1],
         hashes[2] == -hashes[3],
     )

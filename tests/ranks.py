@@ -145,7 +145,8 @@ class Ranks:
             timeout: of the process group, in seconds.
             hard_limit: seconds after which ranks are killed, and tell where they sat.
             end: ``"destroy"``: ``destroy_process_group()`` after the case, with ddpfix still on; ``"exit"``: nothing, the interpreter
-                exits, and the picture is taken by the last exit handler.
+                exits, and the picture is taken by the last exit handler; ``"process"``: the same, but the picture is taken before, and
+                the process really ends, in its own time and with its own exit code.
             prepare: ``"module:function"`` called after ddpfix has been switched on, before the group is made.
             environment: environment variables for ddpfix, which the ranks then import themselves, after torch.
         """
@@ -360,6 +361,9 @@ def _child(case: _Case, rank: int, writer: int, folder: str) -> None:
     if case.end == "exit":
         raise SystemExit(0)
     send(value, None)
+    if case.end == "process":
+        sys.stdout.flush()
+        raise SystemExit(0)
     sys.stdout.flush()
     os._exit(0)
 
@@ -411,7 +415,7 @@ def _run_rank(case: _Case, rank: int, folder: str, send: Callable[[Any, str | No
     _kept.append((results, dist.group.WORLD))
     if case.end == "exit":
         return None
-    if dist.is_initialized():
+    if dist.is_initialized() and case.end != "process":
         dist.destroy_process_group()
     return _picture(result)
 

@@ -707,7 +707,8 @@ def test_status_before_torch_imports_nothing_of_it() -> None:
     assert state["torch"] is None and state["wrapt"] is None
     assert state["python"] == "%d.%d.%d" % sys.version_info[:3]
     assert state["switched_on_by"] == "import"
-    assert state["switches"] == {"DDPFIX": True, "DDPFIX_DISABLE": ["barrier"], "DDPFIX_LOOP_END": False, "DDPFIX_WATCH": 60.0}
+    defaults = {"DDPFIX_UNEVEN": "auto", "DDPFIX_PATIENCE": None, "DDPFIX_WATCH": 60.0}
+    assert state["switches"] == {"DDPFIX": True, "DDPFIX_DISABLE": ["barrier"], "DDPFIX_LOOP_END": False, **defaults}
     assert state["patches"] == {"barrier": "disabled", "join": "pending"}
 
 

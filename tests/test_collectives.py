@@ -130,8 +130,9 @@ def test_logs_in_forward(ranks: Ranks, world: int) -> None:
 def test_what_is_part_of_the_model_passes(ranks: Ranks) -> None:
     without, with_it = stock(ranks, scripts.communicates_in_forward, EVEN).values, ours(ranks, scripts.communicates_in_forward, EVEN)
     for stock_value, value in zip(without, with_it):
-        # A vote in each backward, one before the bucket rebuild, and one at the end of the loop.
-        assert value.pop("collectives") == stock_value.pop("collectives") + 4 + 1 + 1
+        # A vote in each backward, one in each forward (before the bucket rebuild, or before the first of the model's own collectives),
+        # one before each batch from the second on, and one at the end of the loop.
+        assert value.pop("collectives") == stock_value.pop("collectives") + 4 + 4 + 3 + 1
     found = difference(without, with_it)
     assert found is None, found
 

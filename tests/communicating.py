@@ -1,0 +1,289 @@
+"""Training scripts whose model needs all ranks in its forward or backward, for test_stop.py; each runs with and without ddpfix."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+
+class _Summed(torch.autograd.Function):
+    """A sum over ranks, and over their gradients on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Centred(torch.nn.Module):
+    """Takes away the mean over the batches of all ranks, as SyncBatchNorm does on a GPU."""
+
+    def __init__(self, reduces: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.reduces = reduces
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return self.scale * x
+        number = self.reduces(torch.tensor([float(len(x))], dtype=x.dtype))
+        return self.scale * (x - self.reduces(x.sum(0)) / number)
+
+
+class Seen(torch.nn.Module):
+    """Counts what all ranks have seen, out of autograd's sight, and gathers what they look at (MoCo's way)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
+
+    @torch.no_grad()
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += self.gathered(x).abs().sum(0)  # type: ignore[has-type]
+        return x
+
+
+def network(reduces: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), Centred(reduces), torch.nn.Linear(4, 1)).double()
+
+
+def samples(rank: int, count: int) -> list[torch.Tensor]:
+    return list(torch.randn(2 * count, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64))
+
+
+class Training:
+    def __init__(self, rank: int, counts: tuple[int, ...], kind: str = "function") -> None:
+        self.rank, self.counts = rank, counts
+        layer = {"function": lambda: network(_Summed.apply), "gather": self._gathering, "plain": lambda: torch.nn.Linear(4, 1).double()}
+        torch.manual_seed(0)
+        self.module = layer[kind]()
+        self.model = DDP(self.module)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.data = samples(rank, counts[rank])
+
+    @staticmethod
+    def _gathering() -> torch.nn.Module:
+        return torch.nn.Sequential(Seen(), torch.nn.Linear(4, 1).double())
+
+    def loader(self, **options: Any) -> DataLoader[Any]:
+        return DataLoader(self.data, batch_size=2, **options)  # type: ignore[arg-type]
+
+    def step(self, x: torch.Tensor) -> float:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def picture(self) -> list[torch.Tensor]:
+        return [*(p.detach().clone() for p in self.model.parameters()), *(b.clone() for b in self.model.buffers())]
+
+
+def total(value: float) -> float:
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def _plain(training: Training) -> Iterator[Any]:
+    yield from [training.loader()] * 2
+
+
+def _new_loader_each_epoch(training: Training) -> Iterator[Any]:
+    for _ in range(2):
+        yield training.loader()
+
+
+def _enumerated(training: Training) -> Iterator[Any]:
+    loader = training.loader()
+    for _ in range(2):
+        yield (x for _, x in enumerate(loader))
+
+
+def _workers(training: Training) -> Iterator[Any]:
+    loader = training.loader(num_workers=1, persistent_workers=True)
+    yield from [loader] * 2
+
+
+def _one_ahead(training: Training) -> Iterator[Any]:
+    loader = training.loader()
+
+    def ahead() -> Iterator[Any]:
+        iterator = iter(loader)
+        held = next(iterator, None)
+        while held is not None:
+            following = next(iterator, None)
+            yield held
+            held = following
+
+    for _ in range(2):
+        yield ahead()
+
+
+#: How batches come to the loop; each item that is yielded is one epoch.
+WAYS: dict[str, Callable[[Training], Iterator[Any]]] = {
+    "plain": _plain,
+    "new loader each epoch": _new_loader_each_epoch,
+    "enumerated": _enumerated,
+    "workers": _workers,
+    "one ahead": _one_ahead,
+}
+
+
+def trains(
+    rank: int, world_size: int, mode: str, counts: tuple[int, ...], way: str = "plain", kind: str = "function", metric: bool = True
+) -> dict[str, Any]:
+    """Two epochs, with the loss summed over the ranks in each step and the number of steps behind each loop."""
+    training = Training(rank, counts, kind)
+    losses, sums, steps, held_out = [], [], [], []
+    for epoch in WAYS[way](training):
+        number = 0
+        for x in epoch:
+            losses.append(training.step(x))
+            if metric:
+                sums.append(total(losses[-1]))
+            number += 1
+        steps.append((number, total(number)))
+        if rank == 0:  # evaluation of one rank, while the others wait
+            training.model.eval()
+            with torch.no_grad():
+                held_out.append([training.module(x).sum().item() for x in training.loader()])
+            training.model.train()
+        dist.barrier()
+    return {"losses": losses, "sums": sums, "steps": steps, "held out": held_out, "parameters": training.picture()}
+
+
+def one_process(counts: tuple[int, ...], epochs: int = 2) -> list[torch.Tensor]:
+    """What ``trains`` comes to, computed by one process from all batches of as many steps as the shortest rank has."""
+    model = network(lambda x: x)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    data = [samples(rank, count) for rank, count in enumerate(counts)]
+    for _ in range(epochs):
+        for step in range(min(counts)):
+            optimizer.zero_grad()
+            batch = torch.stack([x for one in data for x in one[2 * step : 2 * step + 2]])
+            (model(batch).square().sum() / len(counts)).backward()
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def counts_collectives(rank: int, world_size: int, mode: str, kind: str) -> list[int]:
+    """Collectives on the process group, for an epoch of 6 batches and for one of 3, after a first one."""
+    training, found = Training(rank, (6, 6), kind), []
+    for number in (6, 6, 3):
+        before = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        for x in DataLoader(training.data[: 2 * number], batch_size=2):  # type: ignore[arg-type]
+            training.step(x)
+        found.append(dist.group.WORLD._get_sequence_number_for_group() - before)  # type: ignore[union-attr]
+    return found
+
+
+def restarts(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+    """A number of steps over loaders of different lengths, each begun anew when it is through; this one runs today."""
+    training, losses = Training(rank, counts), []
+    loader = training.loader()
+    iterator = iter(loader)
+    for _ in range(10):
+        try:
+            x = next(iterator)
+        except StopIteration:
+            iterator = iter(loader)
+            x = next(iterator)
+        losses.append(training.step(x))
+    return losses, training.picture()
+
+
+def skips(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+    """A rank that leaves out some of its batches, as many as it has more than the others; this one runs today."""
+    training, losses = Training(rank, counts), []
+    for _ in range(2):
+        for i, x in enumerate(training.loader()):
+            if i in (1, 3)[: counts[rank] - min(counts)]:
+                continue
+            losses.append(training.step(x))
+    return losses, training.picture()
+
+
+def looks_alone(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+    """Rank 0 goes through its training data once more between epochs, with gradients on; this one runs today."""
+    training, losses = Training(rank, counts), []
+    loader = training.loader()
+    for _ in range(3):
+        for x in loader:
+            losses.append(training.step(x))
+        if rank == 0:
+            losses.append(sum(x.sum().item() for x in loader))
+        dist.barrier()
+    return losses, training.picture()
+
+
+def passes(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+    """A number of steps in passes over loaders of different lengths; this one runs today."""
+    training, losses, step = Training(rank, counts), [], 0
+    loader = training.loader()
+    while step < 11:
+        for x in loader:
+            losses.append(training.step(x))
+            step += 1
+            if step >= 11:
+                break
+    return losses, training.picture()
+
+
+def feeds_a_list(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+    """No DataLoader, so that nobody can be stopped."""
+    training = Training(rank, counts)
+    for x in list(training.loader()):
+        training.step(x)
+    return training.picture()
+
+
+def an_empty_epoch(rank: int, world_size: int, mode: str) -> Any:
+    """A second epoch in which rank 0 has no batch."""
+    training, steps = Training(rank, (3, 5)), []
+    for epoch in range(3):
+        number = 0
+        for x in DataLoader(training.data if epoch != 1 or rank else [], batch_size=2):  # type: ignore[arg-type,var-annotated]
+            training.step(x)
+            number += 1
+        steps.append(number)
+    return {"steps": steps, "parameters": training.picture()}
+
+
+def what_the_log_says(rank: int, world_size: int, mode: str, counts: tuple[int, ...], unsized: bool = False) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("ddpfix").addHandler(handler)
+    logging.getLogger("ddpfix").setLevel(logging.INFO)
+    training = Training(rank, counts)
+
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(training.data)
+
+    with contextlib.closing(handler):
+        for _ in range(2):
+            for x in DataLoader(Stream(), batch_size=2) if unsized else training.loader():
+                training.step(x)
+    return [line for line in lines if "uneven inputs" in line or "communicates" in line]

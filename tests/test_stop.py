@@ -1,0 +1,126 @@
+"""Models that need all ranks within a step: the training loops of all ranks end with the first that runs out of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import communicating as scripts
+import pytest
+import torch
+from compare import difference
+from ranks import DDPFIX, HANG_TIMEOUT, STOCK, Ranks
+
+EVEN, UNEVEN = (4, 4, 4), (3, 5, 4)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("way", scripts.WAYS)
+def test_all_ranks_make_as_many_steps_as_the_shortest(ranks: Ranks, way: str, world: int) -> None:
+    counts = UNEVEN[:world]
+    values = ranks.run(scripts.trains, world, DDPFIX, counts, way).values
+    expected = scripts.one_process(counts)
+    for value in values:
+        assert value["steps"] == [(3, 3.0 * world)] * 2
+        assert value["sums"] == pytest.approx([sum(losses) for losses in zip(*(v["losses"] for v in values))])
+        assert difference(values[0]["parameters"], value["parameters"]) is None
+        found = difference(expected, value["parameters"], close=True)
+        assert found is None, found
+
+
+@pytest.mark.parametrize("way", scripts.WAYS)
+def test_without_ddpfix_it_does_not_finish(ranks: Ranks, way: str) -> None:
+    assert not ranks.run(scripts.trains, 2, STOCK, UNEVEN, way, timeout=HANG_TIMEOUT).finished
+
+
+def test_when_all_are_told_to_join_it_is_refused(ranks: Ranks) -> None:
+    outcome = ranks.run(scripts.trains, 2, DDPFIX, UNEVEN, environment={"DDPFIX_UNEVEN": "join"})
+    for rank in outcome.ranks:
+        assert rank.error is not None, outcome.report()
+        assert "part of a model's forward, which needs all ranks" in rank.line() or "CollectiveMismatchError" in rank.error
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["function", "gather"])
+@pytest.mark.parametrize("way", scripts.WAYS)
+def test_even_is_stock_to_the_bit(ranks: Ranks, way: str, kind: str, world: int) -> None:
+    without, with_it = (ranks.run(scripts.trains, world, mode, EVEN, way, kind).values for mode in (STOCK, DDPFIX))
+    found = difference(without, with_it)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("script", [scripts.restarts, scripts.skips, scripts.looks_alone, scripts.passes, scripts.feeds_a_list])
+def test_what_runs_today_is_stock_to_the_bit(ranks: Ranks, script: Any) -> None:
+    counts = (4, 4) if script in (scripts.looks_alone, scripts.feeds_a_list) else (3, 5)
+    without, with_it = (ranks.run(script, 2, mode, counts).values for mode in (STOCK, DDPFIX))
+    found = difference(without, with_it)
+    assert found is None, found
+
+
+def test_gathers_in_forward_stop_all(ranks: Ranks) -> None:
+    values = ranks.run(scripts.trains, 2, DDPFIX, UNEVEN, "plain", "gather").values
+    assert [value["steps"] for value in values] == [[(3, 6.0)] * 2] * 2
+    # A buffer that has seen what all ranks looked at.
+    seen = sum(torch.stack(scripts.samples(rank, UNEVEN[rank])[:6]).abs().sum(0) for rank in range(2)) * 2  # type: ignore[call-overload]
+    for value in values:
+        assert torch.allclose(value["parameters"][-1], seen)
+
+
+def test_any_model_can_be_told_to_stop(ranks: Ranks) -> None:
+    for uneven, steps in (("stop", [(3, 6.0)] * 2), ("auto", None)):
+        values = ranks.run(scripts.trains, 2, DDPFIX, UNEVEN, "plain", "plain", environment={"DDPFIX_UNEVEN": uneven}).values
+        assert difference(values[0]["parameters"], values[1]["parameters"]) is None
+        assert [value["steps"] for value in values] == ([steps] * 2 if steps else [[(3, 8.0)] * 2, [(5, 8.0)] * 2])
+
+
+@pytest.mark.parametrize("script", [(scripts.trains, (0, 3)), (scripts.feeds_a_list, (2, 4))], ids=["no batch at all", "a list"])
+def test_where_nobody_can_be_stopped_all_ranks_raise(ranks: Ranks, script: Any) -> None:
+    function, counts = script
+    outcome = ranks.run(function, 2, DDPFIX, counts)
+    for rank in outcome.ranks:
+        # A rank that is leaving has nothing more to do, and says so in the log.
+        assert "CollectiveMismatchError" in (rank.error or "") or rank.finished and "part of a model's forward" in rank.output, outcome.report()
+    assert not outcome.finished
+
+
+def test_an_epoch_without_a_batch_on_one_rank(ranks: Ranks) -> None:
+    values = ranks.run(scripts.an_empty_epoch, 2, DDPFIX).values
+    assert [value["steps"] for value in values] == [[3, 0, 3]] * 2
+    assert difference(values[0]["parameters"], values[1]["parameters"]) is None
+
+
+@pytest.mark.parametrize("unsized", [False, True])
+def test_what_is_dropped_is_told_once_an_epoch(ranks: Ranks, unsized: bool) -> None:
+    first, second = ranks.run(scripts.what_the_log_says, 2, DDPFIX, UNEVEN, unsized).values
+    assert len(first) == 3 and len(second) == 1, (first, second)
+    assert first[0].startswith("INFO: rank 0: a model communicates in its forward or backward (at communicating.py:")
+    for line in first[1:]:
+        assert line.startswith("WARNING: uneven inputs: the training loops of all ranks ended together, because rank 0 ended its training loop")
+        assert line.endswith("rank by rank: 0, at least 1" if unsized else "rank by rank: 0, 2"), line
+
+
+def test_the_cost(ranks: Ranks) -> None:
+    """One vote before each batch, one in each forward and one in each backward, and one at the end of the loop."""
+    without, with_it = (ranks.run(scripts.counts_collectives, 2, mode, "function").values[0] for mode in (STOCK, DDPFIX))
+    assert [ours - stock for stock, ours in zip(without[1:], with_it[1:])] == [6 * 3 + 1, 3 * 3 + 1]
+    plain_without, plain = (ranks.run(scripts.counts_collectives, 2, mode, "plain").values[0] for mode in (STOCK, DDPFIX))
+    assert [ours - stock for stock, ours in zip(plain_without[1:], plain[1:])] == [6 + 1, 3 + 1]
+
+
+def test_synchronised_batch_norm_is_known_by_its_class(ranks: Ranks) -> None:
+    # Stock DDP takes it on a GPU only, so that none can be trained here.
+    assert ranks.run(finds_synchronised_batch_norm, 2, DDPFIX).values == [(True, False)] * 2
+
+
+def finds_synchronised_batch_norm(rank: int, world_size: int, mode: str) -> tuple[bool, bool]:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    from ddpfix import _join
+
+    DDP._passing_sync_batchnorm_handle = lambda self, module: None  # type: ignore[method-assign]
+    found = []
+    for layer in (torch.nn.SyncBatchNorm(4), torch.nn.BatchNorm1d(4)):
+        group = dist.new_group()
+        DDP(torch.nn.Sequential(torch.nn.Linear(4, 4), layer), process_group=group)
+        found.append(_join._state.meetings[group][0].stops_together)
+    return found[0], found[1]
