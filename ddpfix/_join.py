@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import __version__, _catch_up, _collectives, _switches
 from ._collectives import COLLECTIVES, Operation
 from ._leave import AtExit, Departure, in_error
+from ._leave import install as install_exit
 from ._loop import Loops, call_site, install_iter, place
 from ._loop import install as install_loops
 from ._pairing import Call
@@ -761,7 +762,7 @@ def install(places: Places) -> None:
     _install_on_collectives(places)
     _install_on_join(places)
     _install_trackers(places)
-    _state.at_exit.install(places)
+    install_exit(places, lambda: _state.at_exit)
     if _watches_loops():
         install_loops(places, _listening_loops)
     _take_in_what_exists()

@@ -107,20 +107,30 @@ class AtExit:
         if not in_error() and self._exit_status in (None, 0, False) and not self._trains():
             self._leave()
 
-    def install(self, places: Places) -> None:
-        """Place the recorder of ``sys.exit``: an exit handler cannot see the exit status."""
+    def exits(self, status: object) -> None:
+        """The script calls ``sys.exit``."""
+        # Whoever is told to end (by a launcher that kills this rank in a moment, or takes its
+        # GPU away) does not stay for the others, whatever status its handler exits with.
+        self._exit_status = "told to end by a signal" if _in_signal_handler() else status
 
-        def around(original: Any) -> Any:
-            @functools.wraps(original, updated=())
-            def exit(status: object = None) -> None:
-                # Whoever is told to end (by a launcher that kills this rank in a moment, or takes its
-                # GPU away) does not stay for the others, whatever status its handler exits with.
-                self._exit_status = "told to end by a signal" if _in_signal_handler() else status
-                original(status)
 
-            return exit
+def install(places: Places, at_exit: Callable[[], AtExit]) -> None:
+    """Place the recorder of ``sys.exit``: an exit handler cannot see the exit status.
 
-        places.wrap("sys", "exit", around)
+    Arguments:
+        places: where to record what is placed.
+        at_exit: gives whom to tell; a forked child has one of its own.
+    """
+
+    def around(original: Any) -> Any:
+        @functools.wraps(original, updated=())
+        def exit(status: object = None) -> None:
+            at_exit().exits(status)
+            original(status)
+
+        return exit
+
+    places.wrap("sys", "exit", around)
 
 
 def in_error() -> bool:

@@ -353,8 +353,10 @@ def _child(case: _Case, rank: int, writer: int, folder: str) -> None:
 
     try:
         value = _run_rank(case, rank, folder, send)
-    except BaseException:  # noqa: BLE001 (a rank that fails in any way says so)
+    except BaseException as error:  # noqa: BLE001 (a rank that fails in any way says so)
         send(None, traceback.format_exc())
+        if case.end == "process" and isinstance(error, SystemExit):
+            raise
         sys.stdout.flush()
         # Without destroy_process_group: a script that has raised does not come to it either.
         os._exit(1)
