@@ -103,7 +103,8 @@ class _State:
         return {
             rendezvous
             for ddp, (_, rendezvous) in list(self.models.items())
-            if ddp.training and rendezvous.live
+            # Not that of the wrapper: Lightning switches the module alone.
+            if ddp.module.training and rendezvous.live
         }
 
     def live_meetings(self) -> List[Tuple[Rendezvous, Departure]]:
@@ -200,6 +201,7 @@ def _open_meeting(group: dist.ProcessGroup, device: torch.device, together: bool
         catch_up,
         mirror,
         _state.sent.places,
+        lambda: _state.loops.passes,
     )
     usual = timeout_of(group, rendezvous.device) or 600.0
     patience = usual / 2 if switches.patience is None else switches.patience
@@ -299,7 +301,7 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
         _take_in(ddp, together=False)
     if not after:
         _state.all_in_forward = False
-        _state.in_training_forward = torch.is_grad_enabled() and ddp.training
+        _state.in_training_forward = torch.is_grad_enabled() and ddp.module.training
     entry = _voter(ddp)
     if entry is None:
         return
@@ -492,9 +494,9 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
         return
     operation = describe()
     if of_model:
-        # The first one stands for all of this forward.
+        # The first one stands for all of this forward. It fits no collective of the script.
         _state.all_in_forward = True
-        operation = operation._replace(mirror=None, why_not=_WHY_NO_SHADOW, sent=None)
+        operation = operation._replace(mirror=None, why_not=_WHY_NO_SHADOW, sent=None, signature=operation.signature ^ 1)
     position = _state.loops.position(frame)
     # What is kept of a vote must keep nothing of the script alive.
     site, where, frame_module = call_site(frame), place(frame), str(frame.f_globals.get("__name__"))
@@ -523,6 +525,7 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
             of_loop=position.of_loop,
             trains_on=position.trains_on,
             loops=position.loops,
+            ran_dry=position.ran_dry,
             why_not=reason,
             reader=operation.reader,
             source=operation.source,

@@ -229,6 +229,7 @@ class Position(NamedTuple):
         loops: the ``for`` statements over DataLoaders around it, known to train or not; and whether they are
             left only with their last batch.
         ended: the ``for`` statement of the training loop that has ended last, unless it has begun anew.
+        ran_dry: a training loader has run out of batches, and no step has followed.
     """
 
     in_body: Optional[bool]
@@ -237,6 +238,7 @@ class Position(NamedTuple):
     last_one: bool = False
     loops: Tuple[Tuple[int, bool], ...] = ()
     ended: Optional[int] = None
+    ran_dry: bool = False
 
 
 class Loops:
@@ -268,6 +270,8 @@ class Loops:
         stop_together: Callable[[Set[Any]], Set[Any]] = lambda subjects: set(),
     ) -> None:
         self.steps = 0
+        self._ran_dry = False  # see Position
+        self.passes = 0  # over training loaders, that have run out of batches
         self._knows_loops = False  # a plain ``for`` over a DataLoader has trained
         self.ended: Optional[int] = None  # see Position
         self.on_end = on_end
@@ -294,6 +298,7 @@ class Loops:
                 accumulates gradients, which alone makes no training loop.
         """
         self.steps += 1
+        self._ran_dry = False
         if synchronised:
             self._last_step[subject] = self.steps
 
@@ -347,6 +352,7 @@ class Loops:
         """``iterator`` has handed a batch to the code running in ``frame``."""
         feed = _feed_of(iterator)
         self._note_training(feed)
+        self._ran_dry = self._ran_dry and not self._trained_before(feed)
         if not feed.handed:
             self._feeds.add(feed)
             statement = for_statement(_asker(frame, iterator))
@@ -386,6 +392,9 @@ class Loops:
         feed.stopped = stopped
         if threading.get_ident() != self.thread:
             return set()  # a prefetch thread reads ahead
+        if trained or nothing and before:
+            self._ran_dry = True
+            self.passes += 1
         statement = for_statement(_asker(frame, iterator))
         if statement is None and held_back and not stopped:
             alike = self._stop_together(before) & self._expects_training()
@@ -451,13 +460,13 @@ class Loops:
         )
         for (_, only_by_last), (_, trains) in zip(loops, around):
             if trains:
-                return Position(True, only_by_last, True, False, loops, self.ended)
+                return Position(True, only_by_last, True, False, loops, self.ended, self._ran_dry)
         # Loops by explicit next(), and those behind a prefetcher, have no ``for`` that could be seen.
         feeding = [feed for feed in list(self._feeds) if feed.where is None and self._trains(feed)]
         # Whoever counts the batches does not ask for one more (Lightning).
         of_loop = any(feed.length is None or feed.handed < feed.length for feed in feeding)
         known = self._knows_loops and not feeding and not loops
-        return Position(False if known else None, False, of_loop, bool(feeding) and not of_loop, loops, self.ended)
+        return Position(False if known else None, False, of_loop, bool(feeding) and not of_loop, loops, self.ended, self._ran_dry)
 
     def _trains(self, feed: _Feed) -> bool:
         """Whether ``feed`` feeds training steps and is not known to be exhausted."""

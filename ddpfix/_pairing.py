@@ -43,6 +43,7 @@ class Call(NamedTuple):
         trains_on: it stands in a loop, which ends only with its batches, so that training is sure to go on after the call.
         loops: the ``for`` statements over DataLoaders that it stands in, and whether they are left only with
             their last batch.
+        ran_dry: a training loader of that rank has run out of batches, and no step has followed.
         why_not: why it would not be honest; ``None`` where it is.
         reader: the only rank (global) that sees what the others contribute; ``None`` where all do.
         source: the only rank (global) whose contribution counts; ``None`` where all do.
@@ -61,6 +62,7 @@ class Call(NamedTuple):
     of_loop: bool = False
     trains_on: bool = False
     loops: Tuple[Tuple[int, bool], ...] = ()
+    ran_dry: bool = False
     why_not: Optional[str] = None
     reader: Optional[int] = None
     source: Optional[int] = None
@@ -79,6 +81,7 @@ class Report(NamedTuple):
         keeps: site and signature of the broadcasts whose last value it could repeat.
         ended: the ``for`` statement of the training loop that has ended last on it, unless it has begun anew.
         has_batch: it asks whether all have a next batch, and has one itself.
+        passes: over training loaders, that have run out of batches so far.
     """
 
     rank: int
@@ -90,6 +93,7 @@ class Report(NamedTuple):
     keeps: Tuple[Tuple[int, int], ...] = ()
     ended: Optional[int] = None
     has_batch: bool = False
+    passes: int = 0
 
     def calls_of(self, site: int) -> int:
         """How often it has called a site from inside its training loop."""
@@ -119,6 +123,7 @@ class Role(Enum):
     MIRRORS = "takes part in the call of the others, with nothing of its own"
     GOES = "goes on: nothing that the others do needs it"
     ASKS = "votes again, after the ranks that go"
+    ENDS = "ends its training loop, as another rank has"
     FAILS = "raises the error"
 
 
@@ -144,9 +149,20 @@ def decide(reports: Sequence[Report]) -> Decision:
     """
     callers = [report for report in reports if report.call is not None]
     assert callers
-    if any(report.has_batch for report in reports):
-        # Not all are at the head of their loops, so it is no time to ask: each gets its batch, as without ddpfix.
-        return Decision([Role.GOES if report.has_batch else Role.ASKS for report in reports])
+    asking = [report for report in reports if report.has_batch]
+    if asking:
+        # Not all are at the head of their loops. If a rank that has run out sooner calls something that does not belong to
+        # the loop, it is through. Else (a flag that tells who has run out; one more look at the data by one rank) it is no
+        # time to ask, and each gets its batch.
+        through = any(
+            report.call.ran_dry
+            and not report.call.in_loop
+            and not any(one.calls_of(report.call.site) or one.passes >= report.passes for one in asking)
+            for report in callers
+            if report.call is not None
+        )
+        then = Role.ENDS if through else Role.GOES
+        return Decision([then if report.has_batch else Role.ASKS for report in reports])
     # What those call that still train comes first.
     leader = min(callers, key=lambda report: _precedence(report, reports))
     call = leader.call

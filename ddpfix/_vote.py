@@ -151,6 +151,7 @@ class Rendezvous:
             still has, and those of them whose static graph must begin anew.
         mirror: takes part in a collective of others.
         keeps: tells which broadcasts this rank could repeat.
+        passes: tells how many passes over training data have run out of batches.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Rendezvous:
         catch_up: Callable[[int, List[Model], List[Model]], None],
         mirror: Callable[[Call], None],
         keeps: Callable[[], Tuple[Tuple[int, int], ...]],
+        passes: Callable[[], int],
     ) -> None:
         self.group = group
         self.device = device
@@ -193,6 +195,7 @@ class Rendezvous:
         self._catch_up = catch_up
         self._mirror = mirror
         self._keeps = keeps
+        self._passes = passes
         self._ballots: Dict[Tuple[int, ...], torch.Tensor] = {}
         # Models kept alive, also when the script has dropped them: a peer may
         # still train them and need this rank as its shadow.
@@ -318,11 +321,9 @@ class Rendezvous:
         except _Unanswered as error:
             self._go_alone("before the next batch", error)
             return True
-        assert result is not None
-        if result.kind is not Kind.NEXT_BATCH or result.one_kind:
-            return True
-        self._loop_has_ended()
-        return False
+        if result is None:
+            self._loop_has_ended()
+        return result is not None
 
     def loop_end(self, where: str, loop: Optional[int], timeout: float) -> None:
         """Shadow the others until nobody is at a training step.
@@ -421,7 +422,8 @@ class Rendezvous:
             left: batches that are dropped if all loops end now; ``None`` if that is not known.
 
         Returns:
-            The result that it goes on with; ``None`` if nothing collective was left to do.
+            The result that it goes on with; ``None`` if there is nothing left to do: nothing collective in the
+            forward, or no next batch for any rank.
 
         Raises:
             _Unanswered: there was no result.
@@ -495,7 +497,9 @@ class Rendezvous:
                 if result.behind:
                     self._all_catch_up(result)
                 if result.kind is Kind.NEXT_BATCH and not result.one_kind:
-                    self._tell_what_is_dropped(where, left, kind)
+                    self._tell_what_is_dropped(left, kind)
+                    if kind is Kind.NEXT_BATCH:
+                        return None
                     if kind is Kind.LOOP_END:
                         return result  # this rank's loop has ended, and so have those of the others now
                 if result.kind is kind:
@@ -519,18 +523,23 @@ class Rendezvous:
                 keeps=self._keeps(),
                 ended=collective.ended if collective is not None else ended,
                 has_batch=kind is Kind.NEXT_BATCH,
+                passes=self._passes(),
             )
             told = self._exchange({"report": to_json(mine_told), "behind": self._behind})
             reports = [from_json(one["report"]) for one in told]
             decision = decide(reports)
             logger.debug("rank %d, %s: %s", mine_told.rank, decision.roles[self.rank].name, reports)
             if any(
-                one["behind"] and role in (Role.CALLS, Role.GOES) for one, role in zip(told, decision.roles)
+                one["behind"] and role in (Role.CALLS, Role.GOES, Role.ENDS) for one, role in zip(told, decision.roles)
             ):
                 self._all_catch_up(result)
             role = decision.roles[self.rank]
             if all(each is Role.CALLS for each in decision.roles):
                 self._joined = False
+            if Role.ENDS in decision.roles:
+                self._tell_what_is_dropped(left, kind)
+                if role is Role.ENDS:
+                    return None
             if role is Role.FAILS:
                 raise CollectiveMismatchError(f"ddpfix, rank {mine_told.rank}: {decision.error}.")
             if role is Role.GOES and decision.error:  # only a rank that is leaving comes here
@@ -634,8 +643,8 @@ class Rendezvous:
                 *([one[what] for one in told] for what in ("trained", "shadowed", "seconds")),
             )
 
-    def _tell_what_is_dropped(self, where: str, left: Optional[int], kind: Kind) -> None:
-        told = self._exchange({"left": left, "where": where, "has": kind is Kind.NEXT_BATCH})
+    def _tell_what_is_dropped(self, left: Optional[int], kind: Kind) -> None:
+        told = self._exchange({"left": left, "where": self.last_vote(), "has": kind is Kind.NEXT_BATCH})
         if self.rank == 0:
             # Whoever has asked for it knows that batches are dropped.
             logger.log(

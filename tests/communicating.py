@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 
-class _Summed(torch.autograd.Function):
+class Summed(torch.autograd.Function):
     """A sum over ranks, and over their gradients on the way back."""
 
     @staticmethod
@@ -74,7 +74,7 @@ def samples(rank: int, count: int) -> list[torch.Tensor]:
 class Training:
     def __init__(self, rank: int, counts: tuple[int, ...], kind: str = "function") -> None:
         self.rank, self.counts = rank, counts
-        layer = {"function": lambda: network(_Summed.apply), "gather": self._gathering, "plain": lambda: torch.nn.Linear(4, 1).double()}
+        layer = {"function": lambda: network(Summed.apply), "gather": self._gathering, "plain": lambda: torch.nn.Linear(4, 1).double()}
         torch.manual_seed(0)
         self.module = layer[kind]()
         self.model = DDP(self.module)

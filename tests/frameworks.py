@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from communicating import Summed
 from loops import BATCH, Net, NormNet, Shard, ShardSampler, sample
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -169,6 +170,20 @@ class Samples(Dataset):  # type: ignore[type-arg]
         return sample(7, 0, index)
 
 
+class CentredNet(Net):
+    """Its ranks need each other in forward and backward, as with SyncBatchNorm; all end their epochs with the shortest."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.training:
+            number = Summed.apply(torch.tensor([float(len(x))]))
+            hidden = hidden - Summed.apply(hidden.sum(0)) / number
+        return self.second(torch.relu(hidden))  # type: ignore[no-any-return]
+
+
+SHORTEST = ((3, 3), (2, 2))
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # PyTorch Lightning
 
@@ -271,6 +286,17 @@ def lightning_norm(ctx: Context) -> Trained:
     return lightning(ctx, net=NormNet, validate=True)
 
 
+@program("pytorch_lightning", steps=SHORTEST)
+def lightning_communicating(ctx: Context) -> Trained:
+    return lightning(ctx, net=CentredNet, log=True, validate=True)
+
+
+@program("pytorch_lightning", uneven=((3, 5), (3, 5)), steps=((3, 5), (3, 1)))
+def lightning_communicating_sized(ctx: Context) -> Trained:
+    # Whoever counts the batches of a loader does not see that it ends sooner.
+    return lightning(ctx, net=CentredNet, sized=True)
+
+
 @program("pytorch_lightning")
 def lightning_logged(ctx: Context) -> Trained:
     return lightning(ctx, log=True)
@@ -322,13 +348,15 @@ class Doubled(Stream):
             yield from samples[start : start + BATCH] * self.world_size
 
 
-def accelerate(ctx: Context, kind: str = "stream", accumulate: int = 1, gather: str = "", by_hand: bool = False) -> Trained:
+def accelerate(
+    ctx: Context, kind: str = "stream", accumulate: int = 1, gather: str = "", by_hand: bool = False, net: type[nn.Module] = Net
+) -> Trained:
     from accelerate import Accelerator, DataLoaderConfiguration
 
     config = DataLoaderConfiguration(even_batches=False, dispatch_batches=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, dataloader_config=config)
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     if kind == "stream":
@@ -397,6 +425,11 @@ def accelerate_gathered_loss(ctx: Context) -> Trained:
     return accelerate(ctx, gather="loss")
 
 
+@program("accelerate", steps=SHORTEST)
+def accelerate_communicating(ctx: Context) -> Trained:
+    return accelerate(ctx, gather="output", net=CentredNet)
+
+
 @program("accelerate", ours=REFUSED)
 def accelerate_gathered_output(ctx: Context) -> Trained:
     return accelerate(ctx, gather="output")
@@ -437,9 +470,9 @@ class Tokens(SizedLabelled):
 
 
 class Regression(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, net: type[nn.Module] = Net) -> None:
         super().__init__()
-        self.net = Net()
+        self.net = net()
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         output = self.net(x)
@@ -502,6 +535,11 @@ def transformers(ctx: Context, data: type[Stream] = SizedLabelled, model: Callab
 def trainer_epochs(ctx: Context) -> Trained:
     # Each rank's schedule is as long as its own data, so the learning rates of the ranks differ from the first step on.
     return transformers(ctx, lr_scheduler_type="constant")
+
+
+@program("transformers accelerate", uneven=((3, 5), (3, 5)), steps=((3, 3), (3, 3)))
+def trainer_communicating(ctx: Context) -> Trained:
+    return transformers(ctx, model=lambda: Regression(CentredNet), lr_scheduler_type="constant")
 
 
 @program("transformers accelerate", uneven=((5, 3), (5, 3)))
@@ -626,13 +664,13 @@ def torchmetrics_step_vectors(ctx: Context) -> Trained:
 # Ignite
 
 
-def ignite(ctx: Context, running: bool = False, **options: Any) -> Trained:
+def ignite(ctx: Context, running: bool = False, net: type[nn.Module] = Net, **options: Any) -> Trained:
     import ignite.distributed as idist
     from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
     from ignite.metrics import Loss, RunningAverage
 
     torch.manual_seed(0)
-    model = idist.auto_model(Net())
+    model = idist.auto_model(net())
     optimizer = idist.auto_optim(torch.optim.Adam(model.parameters(), lr=0.05))
     trainer = create_supervised_trainer(model, optimizer, F.mse_loss)
     evaluator = create_supervised_evaluator(model, metrics={"loss": Loss(F.mse_loss)})
@@ -662,6 +700,11 @@ def ignite(ctx: Context, running: bool = False, **options: Any) -> Trained:
 @program("ignite", uneven=((3, 5), (3, 5)))
 def ignite_epochs(ctx: Context) -> Trained:
     return ignite(ctx)
+
+
+@program("ignite", uneven=((3, 5), (3, 5)), steps=((3, 3), (3, 3)))
+def ignite_communicating(ctx: Context) -> Trained:
+    return ignite(ctx, net=CentredNet)
 
 
 @program("ignite", uneven=((3, 5), (3, 5)))

@@ -9,7 +9,7 @@ import pytest
 
 from ddpfix._pairing import Call, Report, Role, decide, from_json, to_json
 
-CALLS, MIRRORS, GOES, ASKS, FAILS = Role.CALLS, Role.MIRRORS, Role.GOES, Role.ASKS, Role.FAILS
+CALLS, MIRRORS, GOES, ASKS, ENDS, FAILS = Role.CALLS, Role.MIRRORS, Role.GOES, Role.ASKS, Role.ENDS, Role.FAILS
 LOSS, STOP, METRIC, GATHER = 1, 2, 3, 4  # places in a script
 PLAIN = {"name": "all_reduce"}
 
@@ -33,6 +33,14 @@ def at_loop_end(rank: int, joined: bool = False, knows: Any = ((LOSS, 3),)) -> R
 
 def leaving(rank: int, joined: bool = False, knows: Any = ()) -> Report:
     return Report(rank, leaving=True, joined=joined, where="is leaving the process group", knows=knows)
+
+
+def has_batch(rank: int, knows: Any = (), passes: int = 0) -> Report:
+    return Report(rank, where="gets its next batch at train.py:9", has_batch=True, knows=knows, passes=passes)
+
+
+def ran_dry(rank: int, site: int = METRIC, passes: int = 1, **more: Any) -> Report:
+    return call(rank, site, ran_dry=True, **more)._replace(passes=passes)
 
 
 ROWS: dict[str, tuple[list[Report], list[Role]]] = {
@@ -144,6 +152,13 @@ ROWS: dict[str, tuple[list[Report], list[Role]]] = {
     "the source has sent it before": ([at_loop_end(0, joined=True)._replace(keeps=((LOSS, 7),)), in_loop(1, source=0)], [MIRRORS, CALLS]),
     "the source has never sent it": ([at_loop_end(0, joined=True), in_loop(1, source=0)], [FAILS, FAILS]),
     "the source has sent something else": ([at_loop_end(0, joined=True)._replace(keeps=((LOSS, 8),)), in_loop(1, source=0)], [FAILS, FAILS]),
+    # Loops that end together: a rank has a next batch, and another one is at a collective.
+    "one has a batch, the others go on": ([has_batch(0), call(1, METRIC)], [GOES, ASKS]),
+    "one has a batch, the others have run out": ([has_batch(0), ran_dry(1)], [ENDS, ASKS]),
+    "one has a batch, one has run out, one is in the loop": ([has_batch(0), ran_dry(1), in_loop(2)], [ENDS, ASKS, ASKS]),
+    "one has a batch, the others tell that they have run out": ([has_batch(0, knows=((STOP, 3),)), ran_dry(1, STOP)], [GOES, ASKS]),
+    "one looks at its batches once more": ([has_batch(0, passes=1), ran_dry(1)], [GOES, ASKS]),
+    "an inner loader has run out": ([has_batch(0), ran_dry(1, in_loop=True)], [GOES, ASKS]),
     "another rank is the source": ([at_loop_end(0, joined=True), in_loop(1, source=1)], [MIRRORS, CALLS]),
 }
 
