@@ -107,6 +107,10 @@ class AtExit:
         if not in_error() and self._exit_status in (None, 0, False) and not self._trains():
             self._leave()
 
+    def failed(self) -> None:
+        """The script has been left by an exception."""
+        self._exit_status = "left by an exception"
+
     def exits(self, status: object) -> None:
         """The script calls ``sys.exit``."""
         # Whoever is told to end (by a launcher that kills this rank in a moment, or takes its
@@ -115,7 +119,7 @@ class AtExit:
 
 
 def install(places: Places, at_exit: Callable[[], AtExit]) -> None:
-    """Place the recorder of ``sys.exit``: an exit handler cannot see the exit status.
+    """Place the recorders of what an exit handler cannot see: the exit status, and an exception that a launcher has swallowed.
 
     Arguments:
         places: where to record what is placed.
@@ -131,6 +135,26 @@ def install(places: Places, at_exit: Callable[[], AtExit]) -> None:
         return exit
 
     places.wrap("sys", "exit", around)
+
+    def around_wrap(original: Any) -> Any:
+        @functools.wraps(original, updated=())
+        def _wrap(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def main(*arguments: Any) -> Any:
+                try:
+                    return fn(*arguments)
+                except BaseException as error:
+                    at_exit().failed()
+                    # Leaves no trace of this function: a bare ``raise`` adds no frame.
+                    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+                    raise
+
+            return original(main, *args, **kwargs)
+
+        return _wrap
+
+    # Of mp.spawn and of torchrun's agent for functions: a KeyboardInterrupt ends the process with exit code 0 (torch 2.1 to 2.15).
+    if hasattr(sys.modules.get("torch.multiprocessing.spawn"), "_wrap"):
+        places.wrap("torch.multiprocessing.spawn", "_wrap", around_wrap)
 
 
 def in_error() -> bool:

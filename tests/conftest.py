@@ -21,9 +21,10 @@ def ranks() -> Iterator[Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    module = sys.modules.get("test_loops")
-    lines = module.table() if module is not None else []
-    if lines:
-        terminalreporter.section("table of test_loops")
-        for line in lines:
-            terminalreporter.write_line(line)
+    for name in ("test_loops", "test_faults"):
+        module = sys.modules.get(name)
+        lines = module.table() if module is not None else []
+        if len(lines) > 1:
+            terminalreporter.section(f"table of {name}")
+            for line in lines:
+                terminalreporter.write_line(line)

@@ -110,6 +110,7 @@ class _Case:
     end: str
     prepare: str | None
     environment: dict[str, str]
+    group: bool
 
 
 class Ranks:
@@ -134,6 +135,7 @@ class Ranks:
         end: str = "destroy",
         prepare: str | None = None,
         environment: dict[str, str] | None = None,
+        group: bool = True,
     ) -> Outcome:
         """Runs one case.
 
@@ -149,11 +151,12 @@ class Ranks:
                 the process really ends, in its own time and with its own exit code.
             prepare: ``"module:function"`` called after ddpfix has been switched on, before the group is made.
             environment: environment variables for ddpfix, which the ranks then import themselves, after torch.
+            group: make a process group first.
         """
         if not isinstance(function, str):
             function = f"{function.__module__}:{function.__qualname__}"
         limit = TIMEOUT if timeout is None else timeout
-        case = _Case(function, world_size, mode, args, limit, hard_limit, end, prepare, environment or {})
+        case = _Case(function, world_size, mode, args, limit, hard_limit, end, prepare, environment or {}, group)
         with self._servers[mode == DDPFIX and not environment].connect() as connection:
             connection.send_bytes(pickle.dumps(case))
             outcome = pickle.loads(connection.recv_bytes())
@@ -403,18 +406,19 @@ def _run_rank(case: _Case, rank: int, folder: str, send: Callable[[Any, str | No
         ddpfix.patch()
     if case.prepare is not None:
         find(case.prepare)()
-    dist.init_process_group(
-        "gloo",
-        init_method="file://" + os.path.join(folder, "store"),
-        rank=rank,
-        world_size=case.world_size,
-        timeout=datetime.timedelta(seconds=case.timeout),
-    )
+    if case.group:
+        dist.init_process_group(
+            "gloo",
+            init_method="file://" + os.path.join(folder, "store"),
+            rank=rank,
+            world_size=case.world_size,
+            timeout=datetime.timedelta(seconds=case.timeout),
+        )
     result = find(case.function)(rank, case.world_size, case.mode, *case.args)
     # Kept until the process ends: the last reference to a process group must not be dropped here. Its destructor waits for gloo's threads with
     # the GIL held, and one of them may want the GIL to free a Python object (torch 2.13).
     results.append(result)
-    _kept.append((results, dist.group.WORLD))
+    _kept.append((results, dist.group.WORLD if case.group else None))
     if case.end == "exit":
         return None
     if dist.is_initialized() and case.end != "process":
