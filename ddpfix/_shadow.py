@@ -222,7 +222,6 @@ class Shadow:
     def shadow_backward(self) -> None:
         """Mirror the collectives of another rank's synchronised backward, with zeros."""
         ddp = self._alive()
-        self.hold()
         self._backwards += 1
         delayed = ddp.static_graph and self._backwards == 1
         with inner(), torch.no_grad():

@@ -137,7 +137,7 @@ _SITES_TOLD = 64
 # the tensor of a vote a moment longer than we do, and then needs the GIL to free
 # it, while the destructor of the process group waits for that thread with the GIL
 # held (torch 2.13, ~ProcessGroupGloo). If we do not let go, there is nothing to free.
-_kept_for_good: Deque[Tuple[Any, torch.Tensor]] = deque(maxlen=64)
+_kept_for_good: Deque[torch.Tensor] = deque(maxlen=64)
 
 
 class Rendezvous:
@@ -471,7 +471,9 @@ class Rendezvous:
                 )
 
             if result.kind is Kind.BACKWARD:
-                self._model(result.detail).shadow_backward()
+                shadowed = self._model(result.detail)
+                self._hold(result.detail)  # the others may train it again
+                shadowed.shadow_backward()
                 self.shadowed[result.detail] += 1
                 if kind is not Kind.FORWARD:
                     self._warn_of_doubtful()
@@ -622,6 +624,8 @@ class Rendezvous:
         now = (self.steps_trained, self.steps_shadowed, self.seconds_waited)
         trained, shadowed, seconds = (new - old for new, old in zip(now, self._told))
         self._told = now
+        for model in self.models.values():
+            model.hold()  # those that are told to be there must be there in a moment
         there = [number for number, model in self.models.items() if not model.gone]
         told = self._exchange(
             {
@@ -636,6 +640,9 @@ class Rendezvous:
         common = [number for number in there if all(number in one["models"] for one in told)]
         missed = [number for number in common if any(number in one["missed"] for one in told)]
         self._catch_up(result.source, [self.models[n] for n in common], [self.models[n] for n in missed])
+        for number in there:
+            if number not in self._held:
+                self.models[number].release()
         self._behind = False
         if self.rank == 0:
             logger.info(
@@ -688,7 +695,8 @@ class Rendezvous:
 
     def close(self) -> None:
         """The process group is about to be destroyed."""
-        _kept_for_good.extend(self._votes_kept)
+        # Without the works, which keep the connections and threads of the group.
+        _kept_for_good.extend(tensor for _, tensor in self._votes_kept)
         self._votes_kept.clear()
 
 
