@@ -234,8 +234,8 @@ def _communicates(rendezvous: Rendezvous, why: str) -> None:
 def _longest_timeout(rendezvous: Rendezvous) -> float:
     """Seconds that no collective of the script waits longer than."""
     own = timeout_of(rendezvous.group, rendezvous.device) or 600.0
-    # Private, torch 2.1 to 2.15: the process groups of this process.
-    groups = list(dist.distributed_c10d._world.pg_map)
+    # Private, torch 2.1 to 2.15: the process groups of this process. Without it, the votes wait as long as their own group's.
+    groups = list(getattr(dist.distributed_c10d._world, "pg_map", ()))
     return max([own, *(_timeout(group) or 0.0 for group in groups)])
 
 
@@ -533,8 +533,6 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
 
     in_loop = True if position.loops else position.in_body
     of_loop = position.of_loop or position.last_one
-    # A vote on one group must not give up sooner than the call on another would.
-    timeout = None if only else _timeout(group)
     for rendezvous in concerned:
         rendezvous.collective(
             Collective(
@@ -544,7 +542,8 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
                 in_loop,
                 of_loop,
                 position.ended,
-                timeout if group is not rendezvous.group else None,
+                # A vote on one group must not give up sooner than the call on another would.
+                None if group is rendezvous.group else _timeout(group),
             )
         )
     reduced.clear()

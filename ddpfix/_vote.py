@@ -446,9 +446,9 @@ class Rendezvous:
                 detail = _pack_forward(mine, self._behind)
             elif collective is not None:
                 detail = _pack_collective(collective, self._joined)
-            work, tensor = self._cast(kind, detail, collective, timeout)
             self.waiting_since = time.monotonic()
             try:
+                work, tensor = self._cast(kind, detail, collective, timeout)
                 if patience is not None and (kind is Kind.LEAVING or self.device.type != "cpu"):
                     _await(work, patience, nobody_comes)
                 work.wait()
@@ -465,7 +465,7 @@ class Rendezvous:
                 told_that_it_stays = True
                 logger.info(
                     "rank %d has ended its part of the training, and shadows the other ranks until they have ended theirs; "
-                    "it waits up to %.0f seconds for each of their steps (DDPFIX_PATIENCE)",
+                    "it waits up to %g seconds for each of their steps (DDPFIX_PATIENCE)",
                     self.rank,
                     patience,
                 )
@@ -515,7 +515,7 @@ class Rendezvous:
                 return result
 
             # One vote cannot carry what must be known now, so it is told in full.
-            mine_told = Report(
+            report = Report(
                 rank=dist.get_rank(),
                 call=collective.call() if collective is not None else None,
                 leaving=kind is Kind.LEAVING,
@@ -527,33 +527,41 @@ class Rendezvous:
                 has_batch=kind is Kind.NEXT_BATCH,
                 passes=self._passes(),
             )
-            told = self._exchange({"report": to_json(mine_told), "behind": self._behind})
-            reports = [from_json(one["report"]) for one in told]
-            decision = decide(reports)
-            logger.debug("rank %d, %s: %s", mine_told.rank, decision.roles[self.rank].name, reports)
-            if any(
-                one["behind"] and role in (Role.CALLS, Role.GOES, Role.ENDS) for one, role in zip(told, decision.roles)
-            ):
-                self._all_catch_up(result)
-            role = decision.roles[self.rank]
-            if all(each is Role.CALLS for each in decision.roles):
-                self._joined = False
-            if Role.ENDS in decision.roles:
-                self._tell_what_is_dropped(left, kind)
-                if role is Role.ENDS:
-                    return None
-            if role is Role.FAILS:
-                raise CollectiveMismatchError(f"ddpfix, rank {mine_told.rank}: {decision.error}.")
-            if role is Role.GOES and decision.error:  # only a rank that is leaving comes here
-                logger.warning("ddpfix, rank %d: %s", mine_told.rank, decision.error)
-            if role is Role.CALLS and mine_told.has_run_out:
-                self._warn_of_blind_pairing(mine_told.call, decision.call)
+            role = self._confer(report, result, left, kind)
+            if role is Role.ENDS:
+                return None
             if role in (Role.CALLS, Role.GOES):
                 return result
-            if role is Role.MIRRORS:
-                assert decision.call is not None
-                self._mirror(decision.call)
-                self._joined = True
+
+    def _confer(self, report: Report, result: _Ballot, left: Optional[int], kind: Kind) -> Role:
+        """Tell all ranks in full where each stands, decide, and do what there is to do for the others.
+
+        Raises:
+            CollectiveMismatchError: the ranks are at collectives that cannot meet.
+        """
+        told = self._exchange({"report": to_json(report), "behind": self._behind})
+        reports = [from_json(one["report"]) for one in told]
+        decision = decide(reports)
+        role = decision.roles[self.rank]
+        logger.debug("rank %d, %s: %s", report.rank, role.name, reports)
+        goes_on = (Role.CALLS, Role.GOES, Role.ENDS)
+        if any(one["behind"] and each in goes_on for one, each in zip(told, decision.roles)):
+            self._all_catch_up(result)
+        if all(each is Role.CALLS for each in decision.roles):
+            self._joined = False
+        if Role.ENDS in decision.roles:
+            self._tell_what_is_dropped(left, kind)
+        if role is Role.FAILS:
+            raise CollectiveMismatchError(f"ddpfix, rank {report.rank}: {decision.error}.")
+        if role is Role.GOES and decision.error:  # only a rank that is leaving comes here
+            logger.warning("ddpfix, rank %d: %s", report.rank, decision.error)
+        if role is Role.CALLS and report.has_run_out:
+            self._warn_of_blind_pairing(report.call, decision.call)
+        if role is Role.MIRRORS:
+            assert decision.call is not None
+            self._mirror(decision.call)
+            self._joined = True
+        return role
 
     def _model(self, number: int) -> Model:
         if number >= self.models_made:
@@ -769,7 +777,7 @@ def _await(work: Any, patience: float, nobody_comes: Callable[[], bool]) -> None
     while not work.is_completed():
         now = time.monotonic()
         if now > deadline:
-            raise _Unanswered(f"they have not ended their training after {patience:.0f} s")
+            raise _Unanswered(f"they have not ended their training after {patience:g} s")
         if now - asked > 0.2:
             if nobody_comes():
                 # The results of a vote that all have cast may be on their way still.

@@ -113,7 +113,7 @@ def test_a_rank_that_shadowed_and_waits_in_vain_says_so(ranks: Ranks) -> None:
     outcome = ranks.run(rank_0_evaluates, 2, DDPFIX, (5, 3), True, True, end="process", environment=PATIENCE)
     all_end_well(outcome)
     lines = outcome.values[1][0]
-    assert [line for line in lines if "shadows the other ranks until they have ended theirs" in line and "up to 0 seconds" in line], lines
+    assert [line for line in lines if "shadows the other ranks until they have ended theirs" in line and "up to 0.5 seconds" in line], lines
     (warning,) = [line for line in lines if line.startswith("WARNING")]
     assert "leaving, it got no answer" in warning and "its model lacks the last steps of the others, of which it has shadowed 4" in warning
     assert not ranks.run(rank_0_evaluates, 2, STOCK, (5, 3), True, True, timeout=HANG_TIMEOUT).finished

@@ -49,7 +49,7 @@ def _written(path: Path, digest: int = 1, **growth: float) -> Samples:
 
 @pytest.mark.parametrize("what", ["kilobytes", "items", "blocks", "threads", "files", "objects", "cpu"])
 def test_growth_is_found_unless_it_is_that_of_stock(tmp_path: Path, what: str) -> None:
-    growing = _written(tmp_path / "growing", **{what: 4.0 if what == "kilobytes" else 1.0})
+    growing = _written(tmp_path / "growing", **{what: 8.0 if what == "kilobytes" else 1.0})
     flat = _written(tmp_path / "flat")
     assert verdict([flat], [flat]) == []
     assert any(what in found for found in verdict([flat, growing], [flat, flat]))
