@@ -498,6 +498,9 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
         _state.all_in_forward = True
         operation = operation._replace(mirror=None, why_not=_WHY_NO_SHADOW, sent=None, signature=operation.signature ^ 1)
     position = _state.loops.position(frame)
+    if of_model:
+        # Whoever is in a training forward is in a loop, whatever feeds it.
+        position = position._replace(in_body=True)
     # What is kept of a vote must keep nothing of the script alive.
     site, where, frame_module = call_site(frame), place(frame), str(frame.f_globals.get("__name__"))
     sent, reduced = operation.sent, [operation.reduced]

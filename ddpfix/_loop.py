@@ -199,7 +199,7 @@ def _between(iterator: object) -> bool:
 class _Feed:
     """What one DataLoader iterator has handed out."""
 
-    __slots__ = ("__weakref__", "ahead", "created", "handed", "length", "owner", "stepped", "steps_then", "stopped", "trained", "where")
+    __slots__ = ("__weakref__", "ahead", "created", "handed", "length", "over", "owner", "stepped", "steps_then", "stopped", "trained", "where")
 
     def __init__(self) -> None:
         self.created: Optional[Tuple[types.CodeType, int, bool]] = None
@@ -210,6 +210,7 @@ class _Feed:
     def reset(self) -> None:
         self.handed = 0
         self.ahead = False  # batches were handed out with no step between them
+        self.over = False  # it has run out of batches, and was not begun anew
         self.stopped = False  # its last batches are kept from the script
         self.steps_then = 0  # Loops.steps when the last batch was handed out
         self.trained: Set[Any] = set()  # what was trained on its batches
@@ -367,6 +368,7 @@ class Loops:
                 )
         feed.ahead |= bool(feed.handed) and feed.steps_then == self.steps
         feed.handed += 1
+        feed.over = False
         feed.steps_then = self.steps
 
     def exhausted(self, iterator: Any, frame: types.FrameType) -> Set[Any]:
@@ -376,6 +378,8 @@ class Loops:
             What was trained in the loop that has ended with it; empty where none has.
         """
         feed = _feed_of(iterator)
+        if feed.over:
+            return set()  # a prefetcher asks once more for each batch that it holds
         # Whether the last batch was trained on must not matter: a rank may have skipped
         # its own (``continue``), and all ranks have to come to the same answer. A loop
         # that holds a batch back and trains on it afterwards meets the others here, too.
@@ -389,7 +393,7 @@ class Loops:
         no_step = nothing or (feed.stepped and not trained)
         before = self._trained_before(feed)
         feed.reset()
-        feed.stopped = stopped
+        feed.over, feed.stopped = True, stopped
         if threading.get_ident() != self.thread:
             return set()  # a prefetch thread reads ahead
         if trained or nothing and before:

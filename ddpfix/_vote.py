@@ -118,6 +118,7 @@ class _Ballot(NamedTuple):
     source: int  # lowest rank that is up to date
     behind: bool  # some rank has shadowed a backward and not caught up since
     one_kind: bool  # all ranks are about to do the same kind of thing
+    asking: bool  # some rank asks whether all have a next batch
     leaving: bool  # some rank is leaving
     joined: bool  # some rank has shadowed a step, or mirrored a call, during its present wait
     one_signature: bool  # the collectives, or the forwards, that ranks are at fit together
@@ -485,6 +486,13 @@ class Rendezvous:
 
             if result.kind is Kind.FORWARD:
                 winner, behind = _unpack_forward(result.detail)
+                if winner.sync and result.asking:
+                    # Who asks has a batch, and comes to its own forward with it, as without ddpfix.
+                    if result.behind:
+                        self._all_catch_up(result)
+                    if kind is Kind.NEXT_BATCH:
+                        return result
+                    continue
                 if behind:
                     self._all_catch_up(result)
                 if kind is Kind.FORWARD and winner == mine:
@@ -813,6 +821,7 @@ def _pack(
         -int(kind),
         world_size if behind else rank,
         0 if behind else 1,
+        0 if kind is Kind.NEXT_BATCH else 1,
         0 if kind is Kind.LEAVING else 1,
         0 if joined else 1,
         *hashes,
@@ -820,7 +829,7 @@ def _pack(
 
 
 def _unpack(numbers: List[int]) -> _Ballot:
-    code, last, source, not_behind, not_leaving, not_joined, *hashes = numbers
+    code, last, source, not_behind, not_asking, not_leaving, not_joined, *hashes = numbers
     kind = Kind(code >> _RANK_BITS >> _DETAIL_BITS)
     return _Ballot(
         kind,
@@ -829,6 +838,7 @@ def _unpack(numbers: List[int]) -> _Ballot:
         source,
         not not_behind,
         -last == kind,
+        not not_asking,
         not not_leaving,
         not not_joined,
         hashes[0] == -hashes[1],

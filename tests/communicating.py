@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from typing import Any, Callable, Iterator
 
@@ -74,7 +75,13 @@ def samples(rank: int, count: int) -> list[torch.Tensor]:
 class Training:
     def __init__(self, rank: int, counts: tuple[int, ...], kind: str = "function") -> None:
         self.rank, self.counts = rank, counts
-        layer = {"function": lambda: network(Summed.apply), "gather": self._gathering, "plain": lambda: torch.nn.Linear(4, 1).double()}
+        layer = {
+            "function": lambda: network(Summed.apply),
+            # As SyncBatchNorm it has buffers, which DDP broadcasts before each forward.
+            "buffers": lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(4).double(), network(Summed.apply)),
+            "gather": self._gathering,
+            "plain": lambda: torch.nn.Linear(4, 1).double(),
+        }
         torch.manual_seed(0)
         self.module = layer[kind]()
         self.model = DDP(self.module)
@@ -140,6 +147,20 @@ def _one_ahead(training: Training) -> Iterator[Any]:
         yield ahead()
 
 
+def _two_ahead(training: Training) -> Iterator[Any]:
+    loader = training.loader()
+
+    def ahead() -> Iterator[Any]:
+        iterator = iter(loader)
+        held = list(itertools.islice(iterator, 2))
+        while held:
+            held += itertools.islice(iterator, 1)
+            yield held.pop(0)
+
+    for _ in range(2):
+        yield ahead()
+
+
 #: How batches come to the loop; each item that is yielded is one epoch.
 WAYS: dict[str, Callable[[Training], Iterator[Any]]] = {
     "plain": _plain,
@@ -147,6 +168,7 @@ WAYS: dict[str, Callable[[Training], Iterator[Any]]] = {
     "enumerated": _enumerated,
     "workers": _workers,
     "one ahead": _one_ahead,
+    "two ahead": _two_ahead,
 }
 
 
@@ -198,9 +220,9 @@ def counts_collectives(rank: int, world_size: int, mode: str, kind: str) -> list
     return found
 
 
-def restarts(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+def restarts(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
     """A number of steps over loaders of different lengths, each begun anew when it is through; this one runs today."""
-    training, losses = Training(rank, counts), []
+    training, losses = Training(rank, counts, kind), []
     loader = training.loader()
     iterator = iter(loader)
     for _ in range(10):
@@ -213,9 +235,53 @@ def restarts(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> 
     return losses, training.picture()
 
 
-def skips(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+def cycles(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """As above, with the batches of the first pass once more; this one runs today."""
+    training = Training(rank, counts, kind)
+    losses = [training.step(x) for x in itertools.islice(itertools.cycle(training.loader()), 10)]
+    return losses, training.picture()
+
+
+def a_generator_restarts(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """As above, from a generator that makes new loaders; this one runs today."""
+    training = Training(rank, counts, kind)
+
+    def endless() -> Iterator[torch.Tensor]:
+        while True:
+            yield from training.loader()
+
+    losses = [training.step(x) for _, x in zip(range(10), endless())]
+    return losses, training.picture()
+
+
+def goes_on_with_dummies(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """Ranks tell each other who has a batch, and one that has none makes one up; this one runs today."""
+    training, losses = Training(rank, counts, kind), []
+    for _ in range(2):
+        iterator = iter(training.loader())
+        while True:
+            x = next(iterator, None)
+            if total(x is not None) == 0:
+                break
+            losses.append(training.step(torch.zeros(2, 4, dtype=torch.float64) if x is None else x))
+    return losses, training.picture()
+
+
+def makes_up_what_is_missing(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """As many steps as the rank with most batches has, agreed before; this one runs today."""
+    training, losses = Training(rank, counts, kind), []
+    for _ in range(2):
+        loader, most = training.loader(), torch.tensor([counts[rank]])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dummies = itertools.repeat(torch.zeros(2, 4, dtype=torch.float64))
+        for x in itertools.islice(itertools.chain(loader, dummies), int(most.item())):
+            losses.append(training.step(x))
+    return losses, training.picture()
+
+
+def skips(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
     """A rank that leaves out some of its batches, as many as it has more than the others; this one runs today."""
-    training, losses = Training(rank, counts), []
+    training, losses = Training(rank, counts, kind), []
     for _ in range(2):
         for i, x in enumerate(training.loader()):
             if i in (1, 3)[: counts[rank] - min(counts)]:
@@ -224,9 +290,9 @@ def skips(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any
     return losses, training.picture()
 
 
-def looks_alone(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+def looks_alone(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
     """Rank 0 goes through its training data once more between epochs, with gradients on; this one runs today."""
-    training, losses = Training(rank, counts), []
+    training, losses = Training(rank, counts, kind), []
     loader = training.loader()
     for _ in range(3):
         for x in loader:
@@ -237,9 +303,9 @@ def looks_alone(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) 
     return losses, training.picture()
 
 
-def passes(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+def passes(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
     """A number of steps in passes over loaders of different lengths; this one runs today."""
-    training, losses, step = Training(rank, counts), [], 0
+    training, losses, step = Training(rank, counts, kind), [], 0
     loader = training.loader()
     while step < 11:
         for x in loader:
@@ -250,9 +316,9 @@ def passes(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> An
     return losses, training.picture()
 
 
-def feeds_a_list(rank: int, world_size: int, mode: str, counts: tuple[int, ...]) -> Any:
+def feeds_a_list(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str = "function") -> Any:
     """No DataLoader, so that nobody can be stopped."""
-    training = Training(rank, counts)
+    training = Training(rank, counts, kind)
     for x in list(training.loader()):
         training.step(x)
     return training.picture()
