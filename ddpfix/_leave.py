@@ -178,7 +178,13 @@ def _in_signal_handler() -> bool:
     }
     frame: Optional[types.FrameType] = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in handlers:
+        if frame.f_code in handlers and any(map(_holds_a_frame, frame.f_locals.values())):
             return True
         frame = frame.f_back
     return False
+
+
+def _holds_a_frame(argument: object) -> bool:
+    # The interpreter gives a handler the interrupted frame; the script may also call the function itself, to clean up.
+    held = argument if isinstance(argument, tuple) else (argument,)
+    return any(isinstance(one, types.FrameType) for one in held)

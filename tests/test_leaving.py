@@ -144,6 +144,15 @@ def _exit_handler_of_the_script(rank: int) -> Any:
     atexit.register(dist.destroy_process_group)  # after: called before it
 
 
+def _cleans_up_by_its_handler(rank: int) -> Any:
+    def clean_up(*_: Any) -> None:
+        dist.destroy_process_group()
+
+    signal.signal(signal.SIGTERM, clean_up)
+    _train(rank)
+    clean_up()
+
+
 def _in_a_thread(rank: int) -> Any:
     thread = threading.Thread(target=_train, args=(rank,))
     thread.start()
@@ -171,6 +180,7 @@ def _with_children(rank: int) -> Any:
 _ENDS: dict[str, Callable[[int], Any]] = {
     "destroys at exit": _destroys_at_exit,
     "an exit handler of the script": _exit_handler_of_the_script,
+    "cleans up by its handler": _cleans_up_by_its_handler,
     "in a thread": _in_a_thread,
     "in a thread that is not joined": _in_a_thread_that_is_not_joined,
     "with children": _with_children,
