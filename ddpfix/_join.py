@@ -211,7 +211,7 @@ def _open_meeting(group: dist.ProcessGroup, device: torch.device, together: bool
         text = f"the ranks do not run ddpfix alike: {difference}. Switch it on in the same way on all ranks"
         rendezvous.dissolve(text, logging.WARNING if roll_call.is_first else logging.INFO)
     elif switches.uneven == "stop":
-        rendezvous.stops_together, rendezvous.drops_at = True, logging.INFO
+        rendezvous.stops_together = True
     if switches.watch and rendezvous.live:
         _state.watches[group] = _watch_over(rendezvous, store)
     _trace_around_the_vote()
@@ -223,11 +223,11 @@ def _communicates(rendezvous: Rendezvous, why: str) -> None:
     """Note that a model cannot be shadowed, as its ranks need each other within the forward or backward."""
     if not rendezvous.stops_together and rendezvous.live and _switches.current().uneven == "auto":
         rendezvous.stops_together = True
+        rendezvous.why_together = f"a model that communicates in its forward or backward ({why}) cannot be shadowed (DDPFIX_UNEVEN)"
         logger.info(
-            "rank %d: a model communicates in its forward or backward (%s), which cannot be shadowed: from here on all ranks "
-            "end their training loops with the first that runs out of batches (DDPFIX_UNEVEN)",
+            "rank %d: %s: from here on all ranks end their training loops with the first that runs out of batches",
             rendezvous.rank,
-            why,
+            rendezvous.why_together,
         )
 
 

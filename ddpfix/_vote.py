@@ -190,8 +190,8 @@ class Rendezvous:
         self.waiting_since: Optional[float] = None
         # No rank shadows another for want of batches: all end their training loops with the first that runs out.
         self.stops_together = False
-        # Level of what the log says about batches that are dropped.
-        self.drops_at = logging.WARNING
+        # Why, if nobody has asked for it: then the log says at WARNING what is dropped.
+        self.why_together: Optional[str] = None
         self._behind = False
         self._catch_up = catch_up
         self._mirror = mirror
@@ -669,11 +669,11 @@ class Rendezvous:
     def _tell_what_is_dropped(self, left: Optional[int], kind: Kind) -> None:
         told = self._exchange({"left": left, "where": self.last_vote(), "has": kind is Kind.NEXT_BATCH})
         if self.rank == 0:
-            # Whoever has asked for it knows that batches are dropped.
             logger.log(
-                self.drops_at,
-                "uneven inputs: the training loops of all ranks ended together, because %s; batches dropped, rank by rank: %s",
+                logging.INFO if self.why_together is None else logging.WARNING,
+                "uneven inputs: the training loops of all ranks ended together, as %s%s; batches dropped, rank by rank: %s",
                 " and ".join(f"rank {rank} {one['where']}" for rank, one in enumerate(told) if not one["has"]),
+                "" if self.why_together is None else f", and {self.why_together}",
                 ", ".join("at least 1" if one["left"] is None else str(one["left"]) for one in told),
             )
 

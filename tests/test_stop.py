@@ -120,9 +120,10 @@ def test_an_epoch_without_a_batch_on_one_rank(ranks: Ranks) -> None:
 def test_what_is_dropped_is_told_once_an_epoch(ranks: Ranks, unsized: bool) -> None:
     first, second = ranks.run(scripts.what_the_log_says, 2, DDPFIX, UNEVEN, unsized).values
     assert len(first) == 3 and len(second) == 1, (first, second)
-    assert first[0].startswith("INFO: rank 0: a model communicates in its forward or backward (at communicating.py:")
+    assert first[0].startswith("INFO: rank 0: a model that communicates in its forward or backward (at communicating.py:")
     for line in first[1:]:
-        assert line.startswith("WARNING: uneven inputs: the training loops of all ranks ended together, because rank 0 ended its training loop")
+        assert line.startswith("WARNING: uneven inputs: the training loops of all ranks ended together, as rank 0 ended its training loop")
+        assert "and a model that communicates in its forward or backward (at communicating.py:" in line
         assert line.endswith("rank by rank: 0, at least 1" if unsized else "rank by rank: 0, 2"), line
 
 
