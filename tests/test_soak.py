@@ -16,8 +16,8 @@ def test_nothing_grows_slows_down_or_is_wrong(ranks: Ranks, tmp_path: Path, phas
     # What stock leaks must be known of process groups only, and programs are compared with what they do without ddpfix.
     share = 0.6 if phase in ("groups", "programs") else 1.0
     spec = Spec(phase, 4.0 if share == 1.0 else 5.0, interval=0.2, stall=20.0, folder=str(tmp_path), cycle=1)
-    # Seconds would tell of this machine's other work.
-    found, _, _ = run_phase(ranks, 2, spec, share, times=("cpu",))
+    # Times of a few seconds tell of the machine's other work; they are judged in the long run.
+    found, _, _ = run_phase(ranks, 2, spec, share, times=())
     assert not found, "\n".join(found)
 
 
