@@ -6,6 +6,10 @@ of the script. Right before each of these a rank votes: one all-reduce (MIN) of 
 few integers. The smallest code wins, and the winner is what everybody does next:
 those who voted for it perform it, the others shadow it and vote again.
 
+Three votes the script has not asked for: at the end of a training loop, when a rank
+leaves, and before the next batch of a loop that all ranks end together. They are
+soft: they lose to all others, and a voter without an answer goes on as without them.
+
 This module knows ballots and rounds. It does not know which collectives of the
 script go together (see :mod:`ddpfix._pairing`), what DistributedDataParallel does
 inside a step (:mod:`ddpfix._shadow`), nor when a loop has ended
