@@ -193,6 +193,7 @@ class Shadow:
             rebuild=grad and not after and self._rebuild_is_due(ddp),
             buffers=ddp._check_sync_bufs_post_fwd() if after else ddp._check_sync_bufs_pre_fwd(),
             sync=grad and ddp.require_backward_grad_sync,
+            trains=grad,
         )
 
     def _rebuild_is_due(self, ddp: DistributedDataParallel) -> bool:

@@ -58,6 +58,7 @@ class Forward(NamedTuple):
         buffers: buffers are broadcast in it.
         sync: it is a forward whose backward will synchronise, after which DDP
             sets ``require_forward_param_sync``.
+        trains: gradients are enabled.
     """
 
     fresh: bool
@@ -65,6 +66,7 @@ class Forward(NamedTuple):
     rebuild: bool
     buffers: bool
     sync: bool
+    trains: bool
 
 
 class Collective(NamedTuple):
@@ -490,7 +492,7 @@ class Rendezvous:
 
             if result.kind is Kind.FORWARD:
                 winner, behind = _unpack_forward(result.detail)
-                if winner.sync and result.asking:
+                if winner.trains and result.asking:
                     # Who asks has a batch, and comes to its own forward with it, as without ddpfix.
                     if result.behind:
                         self._all_catch_up(result)
@@ -854,10 +856,11 @@ def _pack_forward(forward: Forward, behind: bool) -> int:
     # A voter that is behind wins among equal forwards, so that all see that it must catch up first.
     return (
         int(forward.fresh) << (_DETAIL_BITS - 1)
-        | forward.model << 4
-        | int(not forward.rebuild) << 3
-        | int(not forward.buffers) << 2
-        | int(not forward.sync) << 1
+        | forward.model << 5
+        | int(not forward.rebuild) << 4
+        | int(not forward.buffers) << 3
+        | int(not forward.sync) << 2
+        | int(not forward.trains) << 1
         | int(not behind)
     )
 
@@ -866,7 +869,8 @@ def _unpack_forward(detail: int) -> Tuple[Forward, bool]:
     return (
         Forward(
             bool(detail >> (_DETAIL_BITS - 1)),
-            (detail & (1 << _DETAIL_BITS - 1) - 1) >> 4,
+            (detail & (1 << _DETAIL_BITS - 1) - 1) >> 5,
+            not detail & 16,
             not detail & 8,
             not detail & 4,
             not detail & 2,

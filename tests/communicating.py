@@ -254,6 +254,25 @@ def a_generator_restarts(rank: int, world_size: int, mode: str, counts: tuple[in
     return losses, training.picture()
 
 
+def accumulates_endlessly(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """As above, with a step after two batches; this one runs today."""
+    training, losses = Training(rank, counts, kind), []
+
+    def endless() -> Iterator[torch.Tensor]:
+        while True:
+            yield from training.loader()
+
+    for i, x in zip(range(12), endless()):
+        with training.model.no_sync() if i % 2 == 0 else contextlib.nullcontext():
+            loss = training.model(x).square().sum()
+            loss.backward()
+        losses.append(loss.item())
+        if i % 2:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return losses, training.picture()
+
+
 def goes_on_with_dummies(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
     """Ranks tell each other who has a batch, and one that has none makes one up; this one runs today."""
     training, losses = Training(rank, counts, kind), []

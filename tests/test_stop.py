@@ -52,6 +52,7 @@ RUN = (
     scripts.restarts,
     scripts.cycles,
     scripts.a_generator_restarts,
+    scripts.accumulates_endlessly,
     scripts.goes_on_with_dummies,
     scripts.makes_up_what_is_missing,
     scripts.skips,
