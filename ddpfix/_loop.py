@@ -91,7 +91,6 @@ class _Instructions:
         }
         offsets = [i.offset for i in listing]
         self.following: Dict[int, int] = dict(zip(offsets, offsets[1:]))
-
         self._left_early: Dict[Tuple[int, int], bool] = {}
 
     def _reachable(self, offset: int, but: Optional[int] = None) -> Iterator[int]:
@@ -112,7 +111,6 @@ class _Instructions:
         """Whether a ``yield`` can be reached from ``offset``."""
         return any(self.opcode[at] in _YIELD for at in self._reachable(offset))
 
-
     def leaves_early(self, start: int, end: int) -> bool:
         """Whether the ``for`` from ``start`` to ``end`` can be left otherwise than by its last item.
 
@@ -125,7 +123,6 @@ class _Instructions:
                 for at in self._reachable(self.following.get(start, -1), but=start)
             )
         return self._left_early[key]
-
 
     def in_while(self, start: int, end: int) -> bool:
         """Whether the innermost loop around the ``for`` from ``start`` to ``end`` is a ``while``."""

@@ -367,6 +367,7 @@ class Rendezvous:
             others_left: whether some other rank has left for good, so that
                 nobody can answer.
         """
+        shadowed = self.steps_shadowed
         try:
             if others_left():
                 raise _Unanswered("they have left already", logging.INFO)
@@ -375,6 +376,15 @@ class Rendezvous:
             )
         except _Unanswered as error:
             self._go_alone("leaving", error, leaving=True)
+        else:
+            shadowed = self.steps_shadowed - shadowed
+            if shadowed:
+                logger.warning(
+                    "ddpfix: when rank %d had come to its end, others still trained %d steps. Its model has them now, but what it "
+                    "saved or computed after its last step lacks them; a barrier() right after the training loop would have waited",
+                    self.rank,
+                    shadowed,
+                )
         self._met()
 
     def dissolve(self, reason: str, level: int = logging.INFO) -> None:

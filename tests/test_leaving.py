@@ -119,6 +119,27 @@ def test_a_rank_that_shadowed_and_waits_in_vain_says_so(ranks: Ranks) -> None:
     assert not ranks.run(rank_0_evaluates, 2, STOCK, (5, 3), True, True, timeout=HANG_TIMEOUT).finished
 
 
+def leaves_a_list(rank: int, world_size: int, mode: str, counts: tuple[int, ...], meets: bool) -> Any:
+    training, lines = Training(rank, counts), logged()
+    for x in list(training.loader):
+        training.step(x)
+    if meets:
+        dist.barrier()
+    dist.destroy_process_group()
+    return [line for line in lines if line.startswith("WARNING")]
+
+
+@pytest.mark.parametrize(("counts", "meets", "expected"), [((5, 3), False, [0, 1]), ((5, 3), True, [0, 0]), ((3, 3), False, [0, 0])])
+def test_a_rank_whose_end_came_before_the_last_steps_says_so(
+    ranks: Ranks, counts: tuple[int, ...], meets: bool, expected: list[int]
+) -> None:
+    outcome = ranks.run(leaves_a_list, 2, DDPFIX, counts, meets, end="process")
+    all_end_well(outcome)
+    assert [len(warnings) for warnings in outcome.values] == expected, outcome.values
+    for warning in outcome.values[1]:
+        assert "when rank 1 had come to its end, others still trained 2 steps" in warning
+
+
 # -- ends of a process ---------------------------------------------------------------
 
 
