@@ -84,10 +84,19 @@ class _Instructions:
     """The control flow of one code object, decoded once."""
 
     def __init__(self, code: types.CodeType) -> None:
-        listing = list(dis.get_instructions(code))
+        listing, begins = [], {}
+        prefix: Optional[int] = None
+        for instruction in dis.get_instructions(code):
+            if instruction.opcode == dis.EXTENDED_ARG:
+                # A jump to an instruction with a large argument (a ``for`` with a long body) goes to its first prefix.
+                prefix = instruction.offset if prefix is None else prefix
+                continue
+            begins[instruction.offset if prefix is None else prefix] = instruction.offset
+            prefix = None
+            listing.append(instruction)
         self.opcode: Dict[int, int] = {i.offset: i.opcode for i in listing}
         self.target: Dict[int, int] = {
-            i.offset: i.argval for i in listing if i.opcode in _JUMPS and isinstance(i.argval, int)
+            i.offset: begins.get(i.argval, i.argval) for i in listing if i.opcode in _JUMPS and isinstance(i.argval, int)
         }
         offsets = [i.offset for i in listing]
         self.following: Dict[int, int] = dict(zip(offsets, offsets[1:]))

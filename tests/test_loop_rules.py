@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
+import re
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -151,29 +154,49 @@ def in_a_for_with_whiles_beside_it() -> None:
             continue
 
 
+def with_a_long_body(function: Any) -> Any:
+    """The same function with so much in the loop that jumps around it need arguments above 255."""
+    source = re.sub(r"^( +)for i in Asks\(\):$", r"\g<0>\n\1    _ = (" + "i, " * 400 + ")", inspect.getsource(function), flags=re.M)
+    made = dict(globals())
+    exec(compile(source, __file__, "exec"), made)
+    assert any(i.opname == "EXTENDED_ARG" for i in dis.get_instructions(made[function.__name__]))
+    return made[function.__name__]
+
+
+LENGTHS = pytest.mark.parametrize("lengthen", [lambda function: function, with_a_long_body], ids=["short", "long"])
+
+
+@LENGTHS
 @pytest.mark.parametrize("function", [in_a_while, in_a_while_true])
-def test_in_a_while(function: Any) -> None:
+def test_in_a_while(function: Any, lengthen: Any) -> None:
+    function = lengthen(function)
     around.clear()
     function()
     assert around and all(around)
 
 
+@LENGTHS
 @pytest.mark.parametrize("function", [plain, returns, in_a_for_in_a_while, in_a_for_with_whiles_beside_it])
-def test_in_no_while(function: Any) -> None:
+def test_in_no_while(function: Any, lengthen: Any) -> None:
+    function = lengthen(function)
     around.clear()
     function()
     assert around and not any(around)
 
 
+@LENGTHS
 @pytest.mark.parametrize("function", [plain, with_everything_but_a_way_out, raises])
-def test_left_only_by_its_last_item(function: Any) -> None:
+def test_left_only_by_its_last_item(function: Any, lengthen: Any) -> None:
+    function = lengthen(function)
     found.clear()
     function()
     assert found == [False] * 3
 
 
+@LENGTHS
 @pytest.mark.parametrize("function", [breaks, breaks_first, breaks_in_a_with, returns, returns_nothing, breaks_and_ends])
-def test_may_be_left_early(function: Any) -> None:
+def test_may_be_left_early(function: Any, lengthen: Any) -> None:
+    function = lengthen(function)
     found.clear()
     function()
     assert found == [True] * 3
