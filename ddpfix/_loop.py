@@ -84,23 +84,28 @@ class _Instructions:
     """The control flow of one code object, decoded once."""
 
     def __init__(self, code: types.CodeType) -> None:
-        listing, begins = [], {}
+        listing = []
+        self._begins: Dict[int, int] = {}
         prefix: Optional[int] = None
         for instruction in dis.get_instructions(code):
             if instruction.opcode == dis.EXTENDED_ARG:
                 # A jump to an instruction with a large argument (a ``for`` with a long body) goes to its first prefix.
                 prefix = instruction.offset if prefix is None else prefix
                 continue
-            begins[instruction.offset if prefix is None else prefix] = instruction.offset
+            self._begins[instruction.offset if prefix is None else prefix] = instruction.offset
             prefix = None
             listing.append(instruction)
         self.opcode: Dict[int, int] = {i.offset: i.opcode for i in listing}
         self.target: Dict[int, int] = {
-            i.offset: begins.get(i.argval, i.argval) for i in listing if i.opcode in _JUMPS and isinstance(i.argval, int)
+            i.offset: self.behind_prefixes(i.argval) for i in listing if i.opcode in _JUMPS and isinstance(i.argval, int)
         }
         offsets = [i.offset for i in listing]
         self.following: Dict[int, int] = dict(zip(offsets, offsets[1:]))
         self._left_early: Dict[Tuple[int, int], bool] = {}
+
+    def behind_prefixes(self, offset: int) -> int:
+        """The instruction that begins at ``offset``, with its EXTENDED_ARGs."""
+        return self._begins.get(offset, offset)
 
     def _reachable(self, offset: int, but: Optional[int] = None) -> Iterator[int]:
         """The offsets that can be reached from ``offset``, by ways that do not lead through ``but``."""
@@ -160,8 +165,9 @@ def for_statement(frame: Optional[types.FrameType]) -> Optional[ForStatement]:
         ``log_every``) are looked through.
     """
     while frame is not None:
-        code, at = frame.f_code, frame.f_lasti
+        code = frame.f_code
         instructions = _instructions(code)
+        at = instructions.behind_prefixes(frame.f_lasti)  # up to Python 3.10 it is the offset of the first prefix
         opcode = instructions.opcode.get(at)
         if opcode == _FOR_ITER:
             after = instructions.target[at]
