@@ -75,13 +75,11 @@ class _State:
                 rendezvous.loop_end(where, self.loops.ended, _longest_timeout(rendezvous))
 
     def _may_have_batch(self, trains: Set[Rendezvous], where: str, left: Optional[int]) -> bool:
-        # Not while a rank may be looking at its training data alone: without gradients, or in
-        # evaluation mode. All are asked, so that all ranks make the same votes.
-        asked = self._that_stop(trains) & self._expects_training()
+        # All are asked, so that all ranks make the same votes.
         answers = [
             rendezvous.next_batch(where, left, _longest_timeout(rendezvous))
             for rendezvous, _ in self.live_meetings()
-            if rendezvous in asked
+            if rendezvous in trains
         ]
         return all(answers)
 
@@ -274,6 +272,8 @@ def _first_gradient(shadow: Shadow, synchronised: bool) -> None:
     if entry is None or ddp is None:
         return
     rendezvous = entry[1]
+    if shadow.device.type == "cpu":  # else it is a thread of the autograd engine
+        _state.loops.runs_here()
     _state.loops.trained(rendezvous, synchronised)
     _state.at_exit.goes_on()
     rendezvous.open = True
@@ -308,7 +308,8 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
     shadow, rendezvous = entry
     shadow.source = 0
     if not after:
-        _state.loops.runs_here()
+        if torch.is_grad_enabled() and ddp.module.training:
+            _state.loops.runs_here()  # other threads may evaluate
         if not ddp._lazy_init_ran:
             # apply_optimizer_in_backward may have come after the constructor;
             # DDP looks for it in its first forward (_lazy_init).
@@ -575,7 +576,8 @@ def _of_model(frame: types.FrameType) -> bool:
         return False  # the script's author says that it can be mirrored
     above: Optional[types.FrameType] = frame
     while above is not None and above.f_globals.get("__name__") != _DDP:
-        module = above.f_locals.get("self") if above.f_code.co_name == "forward" else None
+        code = above.f_code
+        module = above.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
         if isinstance(module, torch.nn.Module) and any(
             next(iterator, None) is not None for iterator in (module.parameters(), module.buffers())
         ):

@@ -300,6 +300,8 @@ class Loops:
         )
         # The ``for`` statements that have trained something: code and offset.
         self._training_sites: Set[Tuple[types.CodeType, int]] = set()
+        # Where the iterators that have fed training otherwise (explicit next(), a prefetcher) were made.
+        self._training_places: Set[Tuple[types.CodeType, int]] = set()
         self._verdicts: Dict[Tuple[Any, ...], bool] = {}
 
     def trained(self, subject: Any, synchronised: bool) -> None:
@@ -347,11 +349,15 @@ class Loops:
             return set()
         feed = _feed_of(iterator)
         self._note_training(feed)
-        found = self._trained_before(feed)
-        if not found and not feed.handed and self._training_sites:
+        found = feed.trained
+        if not found:
+            # From the first batch on only where training is expected: one rank may look at its data alone, at some other
+            # place, in evaluation mode or without gradients, and nobody would answer.
             statement = for_statement(_asker(frame, iterator))
-            if statement is not None and (statement.frame.f_code, statement.start) in self._training_sites:
-                found = self._expects_training()
+            if self._trained_here(feed, statement):
+                before = self._trained_before(feed)
+                expected = self._expects_training()
+                found = before & expected if before else expected if statement is not None and not feed.handed else set()
         return self._stop_together(found) if found else found
 
     def may_have(self, trains: Set[Any], iterator: Any, where: str) -> bool:
@@ -412,7 +418,7 @@ class Loops:
             self._ran_dry = True
             self.passes += 1
         statement = for_statement(_asker(frame, iterator))
-        if statement is None and held_back and not stopped:
+        if statement is None and held_back and not stopped and (trained or self._trained_here(feed, None)):
             alike = self._stop_together(before) & self._expects_training()
             if alike:
                 return alike
@@ -456,9 +462,17 @@ class Loops:
         self._knows_loops |= bool(subjects) and feed.where is not None
         if subjects and feed.where is not None and len(self._training_sites) < 256:
             self._training_sites.add((feed.where[1], feed.where[2]))
+        if subjects and feed.where is None and feed.created is not None and len(self._training_places) < 256:
+            self._training_places.add(feed.created[:2])
         owner = feed.owner() if feed.owner is not None else None
         if owner is not None:
             self._trained_by.setdefault(owner, weakref.WeakSet()).update(subjects)
+
+    def _trained_here(self, feed: _Feed, statement: Optional[ForStatement]) -> bool:
+        """Whether a loop at this place has trained before."""
+        if statement is not None:
+            return (statement.frame.f_code, statement.start) in self._training_sites
+        return feed.created is not None and feed.created[:2] in self._training_places
 
     def _trained_before(self, feed: _Feed) -> Set[Any]:
         """What this loader has trained so far, in earlier passes too."""

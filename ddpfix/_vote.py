@@ -215,6 +215,9 @@ class Rendezvous:
         self._step_of_site: Dict[int, int] = {}
         # It has shadowed a step, or mirrored a call, and neither trained nor met all others since.
         self._joined = False
+        # A step of others, by its model, that began while this rank asked for its batch. All ranks have one, for
+        # all that is known, so this rank's own step pairs with it, as without ddpfix; if none comes, it is shadowed.
+        self._owed: Optional[int] = None
         # A collective of this rank's that may have paired with one that it was not meant to.
         self._doubtful: Optional[str] = None
 
@@ -269,6 +272,10 @@ class Rendezvous:
         self._joined = False
         self.trained[model] += 1
         self.last_vote = lambda: f"trained a step of model {model}"
+        if self._owed == model:
+            self._owed = None  # the others have voted for it already
+            return
+        self._pay()
         self._cast(Kind.BACKWARD, model)
 
     def forward(self, forward: Callable[[], Forward]) -> Tuple[int, bool]:
@@ -323,6 +330,8 @@ class Rendezvous:
         Returns:
             Whether this rank is to have its batch. If not, the loops of all ranks end here.
         """
+        if self._owed is not None:
+            return True
         try:
             result = self._attend(Kind.NEXT_BATCH, where=f"gets its next batch at {where}", left=left, patience=timeout)
         except _Unanswered as error:
@@ -460,9 +469,13 @@ class Rendezvous:
                 mine = forward()
                 if not (mine.rebuild or mine.buffers):
                     return None
+                if self._owed is not None:
+                    self._pay()
+                    continue  # a bucket rebuild may be due now
                 detail = _pack_forward(mine, self._behind)
             elif collective is not None:
                 detail = _pack_collective(collective, self._joined)
+            self._pay()
             self.waiting_since = time.monotonic()
             try:
                 work, tensor = self._cast(kind, detail, collective, timeout)
@@ -488,13 +501,13 @@ class Rendezvous:
                 )
 
             if result.kind is Kind.BACKWARD:
-                shadowed = self._model(result.detail)
-                self._hold(result.detail)  # the others may train it again
-                shadowed.shadow_backward()
-                self.shadowed[result.detail] += 1
+                if kind is Kind.NEXT_BATCH and not self._behind:
+                    self._owed = result.detail
+                    self.open = True
+                    return result
+                self._shadow_backward(result.detail)
                 if kind is not Kind.FORWARD:
                     self._warn_of_doubtful()
-                self._behind = self._joined = True
                 now = time.monotonic()
                 self.seconds_waited += now - started
                 started = now
@@ -586,6 +599,19 @@ class Rendezvous:
             self._mirror(decision.call)
             self._joined = True
         return role
+
+    def _pay(self) -> None:
+        """Shadow the step that this rank has not taken part in with one of its own."""
+        if self._owed is not None:
+            model, self._owed = self._owed, None
+            self._shadow_backward(model)
+
+    def _shadow_backward(self, model: int) -> None:
+        shadowed = self._model(model)
+        self._hold(model)  # the others may train it again
+        shadowed.shadow_backward()
+        self.shadowed[model] += 1
+        self._behind = self._joined = True
 
     def _model(self, number: int) -> Model:
         if number >= self.models_made:
