@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 from typing import Any, Callable, Iterator
 
 import torch
@@ -17,16 +18,17 @@ class Summed(torch.autograd.Function):
     """A sum over ranks, and over their gradients on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Any = None) -> torch.Tensor:
+        ctx.group = group
         x = x.clone()
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
 
 
 class Centred(torch.nn.Module):
@@ -57,9 +59,9 @@ class Seen(torch.nn.Module):
         dist.all_gather(parts, x)
         return torch.cat(parts)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen += self.gathered(x).abs().sum(0)  # type: ignore[has-type]
+    def forward(this, x: torch.Tensor) -> torch.Tensor:  # not everybody says "self"
+        if this.training:
+            this.seen += this.gathered(x).abs().sum(0)  # type: ignore[has-type]
         return x
 
 
@@ -80,6 +82,7 @@ class Training:
             # As SyncBatchNorm it has buffers, which DDP broadcasts before each forward.
             "buffers": lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(4).double(), network(Summed.apply)),
             "gather": self._gathering,
+            "pairs": self._in_pairs,
             "plain": lambda: torch.nn.Linear(4, 1).double(),
         }
         torch.manual_seed(0)
@@ -91,6 +94,12 @@ class Training:
     @staticmethod
     def _gathering() -> torch.nn.Module:
         return torch.nn.Sequential(Seen(), torch.nn.Linear(4, 1).double())
+
+    @staticmethod
+    def _in_pairs() -> torch.nn.Module:
+        """Ranks 0 and 1 need each other, and rank 2 nobody."""
+        pairs = [dist.new_group(list(ranks)) for ranks in ((0, 1), (2,))[: dist.get_world_size() - 1]]
+        return network(lambda x: Summed.apply(x, pairs[dist.get_rank() // 2]))
 
     def loader(self, **options: Any) -> DataLoader[Any]:
         return DataLoader(self.data, batch_size=2, **options)  # type: ignore[arg-type]
@@ -110,6 +119,16 @@ def total(value: float) -> float:
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor)
     return tensor.item()
+
+
+def logged() -> list[str]:
+    """What ddpfix says from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("ddpfix").addHandler(handler)
+    logging.getLogger("ddpfix").setLevel(logging.INFO)
+    return lines
 
 
 def _plain(training: Training) -> Iterator[Any]:
@@ -322,6 +341,83 @@ def looks_alone(rank: int, world_size: int, mode: str, counts: tuple[int, ...], 
     return losses, training.picture()
 
 
+def looks_alone_first(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """Rank 0 goes through its training data before each epoch, in two ways, while the others wait in the first step."""
+    training, losses = Training(rank, counts, kind), []
+    loader = training.loader()
+    for _ in range(3):
+        if rank == 0:
+            losses.append(sum(x.sum().item() for x in loader))
+            for x in loader:
+                losses.append(x.sum().item())
+        for x in loader:
+            losses.append(training.step(x))
+    return losses, training.picture()
+
+
+def looks_while_others_wait_elsewhere(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """After training, rank 0 goes through its data, and the others wait for what it finds in the store."""
+    training, losses = Training(rank, counts, kind), []
+    loader, store = training.loader(), dist.distributed_c10d._get_default_store()
+    for _ in range(2):
+        for x in loader:
+            losses.append(training.step(x))
+    lines = logged()
+    if rank == 0:
+        store.set("samples", str(sum(len(x) for x in loader)))
+    losses.append(float(store.get("samples")))
+    # A vote that nobody answers ends with the process group's timeout, and is told.
+    return losses, training.picture(), [line for line in lines if "no answer" in line]
+
+
+def leaves_the_model_in_evaluation(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """Rank 0 alone evaluates after every other step, at the end of epochs, too, and sets the mode for training at each step."""
+    training, losses = Training(rank, counts, kind), []
+    loader = training.loader()
+    for _ in range(3):
+        for i, x in enumerate(loader):
+            training.model.train()
+            torch.set_grad_enabled(True)
+            losses.append(training.step(x))
+            if rank == 0 and i % 2:
+                training.model.eval()
+                torch.set_grad_enabled(False)
+                losses.append(training.module(x).sum().item())
+    torch.set_grad_enabled(True)
+    return losses, training.picture()
+
+
+def evaluates_in_a_thread(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
+    """Rank 0 alone evaluates the DDP model in a thread, within the epoch and after it, and tells the others."""
+    training, losses = Training(rank, counts, kind), []
+    loader = training.loader()
+    # Where there are buffers, stock DDP broadcasts them in evaluation, too, which needs all ranks.
+    model = training.module if kind == "buffers" else training.model
+
+    def evaluate() -> None:
+        training.model.eval()
+        with torch.no_grad():
+            losses.append(model(training.data[0][None]).item())
+        training.model.train()
+
+    def evaluate_in_a_thread() -> None:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+
+    for _ in range(2):
+        for i, x in enumerate(loader):
+            losses.append(training.step(x))
+            if i % 2:
+                if rank == 0:
+                    evaluate_in_a_thread()
+                losses.append(total(losses[-1]))
+        if rank == 0:
+            evaluate_in_a_thread()
+        losses.append(total(losses[-1]))
+    return losses, training.picture()
+
+
 def passes(rank: int, world_size: int, mode: str, counts: tuple[int, ...], kind: str) -> Any:
     """A number of steps in passes over loaders of different lengths; this one runs today."""
     training, losses, step = Training(rank, counts, kind), [], 0
@@ -356,19 +452,13 @@ def an_empty_epoch(rank: int, world_size: int, mode: str) -> Any:
 
 
 def what_the_log_says(rank: int, world_size: int, mode: str, counts: tuple[int, ...], unsized: bool = False) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("ddpfix").addHandler(handler)
-    logging.getLogger("ddpfix").setLevel(logging.INFO)
-    training = Training(rank, counts)
+    lines, training = logged(), Training(rank, counts)
 
     class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter(training.data)
 
-    with contextlib.closing(handler):
-        for _ in range(2):
-            for x in DataLoader(Stream(), batch_size=2) if unsized else training.loader():
-                training.step(x)
+    for _ in range(2):
+        for x in DataLoader(Stream(), batch_size=2) if unsized else training.loader():
+            training.step(x)
     return [line for line in lines if "uneven inputs" in line or "communicates" in line]

@@ -13,6 +13,11 @@ from ranks import DDPFIX, HANG_TIMEOUT, STOCK, Ranks
 EVEN, UNEVEN = (4, 4, 4), (3, 5, 4)
 
 
+def told(kind: str) -> dict[str, str]:
+    """A plain model stops only where it is told to."""
+    return {"DDPFIX_UNEVEN": "stop"} if kind == "plain" else {}
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("way", scripts.WAYS)
 def test_all_ranks_make_as_many_steps_as_the_shortest(ranks: Ranks, way: str, world: int) -> None:
@@ -40,10 +45,11 @@ def test_when_all_are_told_to_join_it_is_refused(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["function", "buffers", "gather"])
+@pytest.mark.parametrize("kind", ["function", "buffers", "gather", "plain"])
 @pytest.mark.parametrize("way", scripts.WAYS)
 def test_even_is_stock_to_the_bit(ranks: Ranks, way: str, kind: str, world: int) -> None:
-    without, with_it = (ranks.run(scripts.trains, world, mode, EVEN, way, kind).values for mode in (STOCK, DDPFIX))
+    without = ranks.run(scripts.trains, world, STOCK, EVEN, way, kind).values
+    with_it = ranks.run(scripts.trains, world, DDPFIX, EVEN, way, kind, environment=told(kind)).values
     found = difference(without, with_it)
     assert found is None, found
 
@@ -56,21 +62,35 @@ RUN = (
     scripts.goes_on_with_dummies,
     scripts.makes_up_what_is_missing,
     scripts.skips,
-    scripts.looks_alone,
     scripts.passes,
     scripts.feeds_a_list,
+    scripts.looks_alone,
+    scripts.looks_alone_first,
+    scripts.looks_while_others_wait_elsewhere,
+    scripts.leaves_the_model_in_evaluation,
+    scripts.evaluates_in_a_thread,
 )
+#: Those that finish today with even inputs only.
+RUN_EVEN = RUN[RUN.index(scripts.feeds_a_list) :]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["function", "buffers"])
+@pytest.mark.parametrize("kind", ["function", "buffers", "plain"])
 @pytest.mark.parametrize("script", RUN, ids=lambda script: script.__name__)
 def test_what_runs_today_is_stock_to_the_bit(ranks: Ranks, script: Any, kind: str, world: int) -> None:
-    if script in (scripts.looks_alone, scripts.feeds_a_list):
+    if script in RUN_EVEN:
         counts: tuple[int, ...] = (4, 4, 4)
     else:
         counts = (3, 5, 5) if script is scripts.skips else (3, 5) if world == 2 else (4, 2, 6)
-    without, with_it = (ranks.run(script, world, mode, counts, kind).values for mode in (STOCK, DDPFIX))
+    without = ranks.run(script, world, STOCK, counts, kind).values
+    with_it = ranks.run(script, world, DDPFIX, counts, kind, environment=told(kind)).values
+    found = difference(without, with_it)
+    assert found is None, found
+
+
+def test_a_rank_that_needs_nobody_within_a_step(ranks: Ranks) -> None:
+    """Only the others stop for each other; with even inputs nobody notices."""
+    without, with_it = (ranks.run(scripts.trains, 3, mode, EVEN, "plain", "pairs").values for mode in (STOCK, DDPFIX))
     found = difference(without, with_it)
     assert found is None, found
 
