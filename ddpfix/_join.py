@@ -223,7 +223,7 @@ def _communicates(rendezvous: Rendezvous, why: str) -> None:
         rendezvous.stops_together = True
         rendezvous.why_together = f"a model that communicates in its forward or backward ({why}) cannot be shadowed (DDPFIX_UNEVEN)"
         logger.info(
-            "rank %d: %s: from here on all ranks end their training loops with the first that runs out of batches",
+            "ddpfix: rank %d: %s: from here on all ranks end their training loops with the first that runs out of batches",
             rendezvous.rank,
             rendezvous.why_together,
         )
@@ -438,10 +438,14 @@ def _install_on_ddp(places: Places) -> None:
 # -- collectives of the script -----------------------------------------------------
 
 
-_WHY_NO_SHADOW = (
-    "it is part of a model's forward, which needs all ranks (training loops over a DataLoader end on all ranks together, from "
-    "the second batch of the job on)"
-)
+def _why_no_shadow() -> str:
+    """Say why a rank without a batch cannot take part in what a model does in its forward, and what would help."""
+    if _switches.current().uneven == "join":
+        return "it is part of a model's forward and has a counterpart in the backward; without DDPFIX_UNEVEN=join the ranks end together"
+    return (
+        "it is part of a model's forward, which needs all ranks. Their training loops end together where each is a loop over a "
+        "DataLoader that the training thread reads and that has trained before"
+    )
 
 
 def _concerned(group: Any, only: bool = False) -> List[Rendezvous]:
@@ -497,7 +501,7 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
     if of_model:
         # The first one stands for all of this forward. It fits no collective of the script.
         _state.all_in_forward = True
-        operation = operation._replace(mirror=None, why_not=_WHY_NO_SHADOW, sent=None, signature=operation.signature ^ 1)
+        operation = operation._replace(mirror=None, why_not=_why_no_shadow(), sent=None, signature=operation.signature ^ 1)
     position = _state.loops.position(frame)
     if of_model:
         # Whoever is in a training forward is in a loop, whatever feeds it.
@@ -530,6 +534,7 @@ def _meet(group: Any, frame: Any, describe: Callable[[], Operation], only: bool 
             trains_on=position.trains_on,
             loops=position.loops,
             ran_dry=position.ran_dry,
+            of_model=of_model,
             why_not=reason,
             reader=operation.reader,
             source=operation.source,

@@ -618,18 +618,16 @@ def install(places: Places, loops: Callable[[], Optional[Loops]]) -> None:
             frame = sys._getframe(1)
             if _stopped(self):
                 raise StopIteration
+            over = False
             try:
                 batch = original(self)
             except StopIteration:
+                over = True
+            if over:  # out of the ``except``: what is raised in here is not about the StopIteration
                 trained = _guarded(listening.exhausted, self, frame)
                 if trained:
-                    try:
-                        listening.on_end(trained, place(frame))
-                    except Exception as error:
-                        # Its traceback is not about the StopIteration that is being handled.
-                        error.__suppress_context__ = True
-                        raise
-                raise
+                    listening.on_end(trained, place(frame))
+                raise StopIteration
             trains = _guarded(listening.trains, self, frame)
             if trains and not listening.may_have(trains, self, place(frame)):
                 _guarded(listening.exhausted, self, frame)

@@ -44,6 +44,7 @@ class Call(NamedTuple):
         loops: the ``for`` statements over DataLoaders that it stands in, and whether they are left only with
             their last batch.
         ran_dry: a training loader of that rank has run out of batches, and no step has followed.
+        of_model: it is part of a model's forward.
         why_not: why it would not be honest; ``None`` where it is.
         reader: the only rank (global) that sees what the others contribute; ``None`` where all do.
         source: the only rank (global) whose contribution counts; ``None`` where all do.
@@ -63,6 +64,7 @@ class Call(NamedTuple):
     trains_on: bool = False
     loops: Tuple[Tuple[int, bool], ...] = ()
     ran_dry: bool = False
+    of_model: bool = False
     why_not: Optional[str] = None
     reader: Optional[int] = None
     source: Optional[int] = None
@@ -255,8 +257,8 @@ def decide(reports: Sequence[Report]) -> Decision:
     if reason is not None:
         text = (
             f"{'; '.join(report.words() for report in mirroring)} and cannot take part when "
-            f"{leader.words()}: {reason}. Give all ranks the same number of batches, or make that "
-            "call outside of the training loop"
+            f"{leader.words()}: {reason}. Give all ranks the same number of batches"
+            + ("" if call.of_model else ", or make that call outside of the training loop")
         )
         return _fails(reports, text)
     return Decision(roles, call)

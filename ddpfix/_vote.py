@@ -400,17 +400,24 @@ class Rendezvous:
         """Vote no more on this group; everything on it is stock from here on."""
         if self.dissolved is None:
             self.dissolved = reason
-            logger.log(level, "rank %d: ambient join is off for this process group: %s", self.rank, reason)
+            logger.log(level, "ddpfix: rank %d goes on as without ddpfix on this process group: %s", self.rank, reason)
 
     def _go_alone(self, doing: str, error: _Unanswered, leaving: bool = False) -> None:
-        text, level = f"{doing}, it got no answer from the others ({error})", error.level
-        if self._behind:
-            lacks = f"its model lacks the last steps of the others, of which it has shadowed {self.steps_shadowed}"
-            if not leaving:
-                # It must not pass its model for the final one.
-                raise RuntimeError(f"ddpfix: rank {self.rank}: {text}; {lacks}") from error
-            text, level = f"{text}; {lacks}", logging.WARNING
-        self.dissolve(text, level)
+        lacks = f"its model lacks the last steps of the others, of which it has shadowed {self.steps_shadowed}"
+        if leaving:
+            self.dissolved = f"it has left without the others ({error})"
+            logger.log(
+                logging.WARNING if self._behind else error.level,
+                "ddpfix: rank %d has ended its part of the training and leaves without the others, which do not answer (%s); %s",
+                self.rank,
+                error,
+                lacks if self._behind else "this matters only if they still train",
+            )
+            return
+        text = f"{doing}, it got no answer from the others ({error})"
+        if self._behind:  # it must not pass its model for the final one
+            raise RuntimeError(f"ddpfix: rank {self.rank}: {text}; {lacks}") from error.__cause__
+        self.dissolve(text, error.level)
 
     def _hold(self, model: int) -> None:
         self._held.add(model)
@@ -494,7 +501,7 @@ class Rendezvous:
             if kind is Kind.LEAVING and not (result.kind is kind or told_that_it_stays):
                 told_that_it_stays = True
                 logger.info(
-                    "rank %d has ended its part of the training, and shadows the other ranks until they have ended theirs; "
+                    "ddpfix: rank %d has ended its part of the training, and shadows the other ranks until they have ended theirs; "
                     "it waits up to %g seconds for each of their steps (DDPFIX_PATIENCE)",
                     self.rank,
                     patience,
@@ -589,9 +596,9 @@ class Rendezvous:
         if Role.ENDS in decision.roles:
             self._tell_what_is_dropped(left, kind)
         if role is Role.FAILS:
-            raise CollectiveMismatchError(f"ddpfix, rank {report.rank}: {decision.error}.")
+            raise CollectiveMismatchError(f"ddpfix: rank {report.rank}: {decision.error}.")
         if role is Role.GOES and decision.error:  # only a rank that is leaving comes here
-            logger.warning("ddpfix, rank %d: %s", report.rank, decision.error)
+            logger.warning("ddpfix: rank %d: %s", report.rank, decision.error)
         if role is Role.CALLS and report.has_run_out:
             self._warn_of_blind_pairing(report.call, decision.call)
         if role is Role.MIRRORS:
@@ -704,7 +711,7 @@ class Rendezvous:
         self._behind = False
         if self.rank == 0:
             logger.info(
-                "uneven inputs, rank by rank: steps trained %s, steps of others shadowed %s, seconds spent on them %s",
+                "ddpfix: uneven inputs, rank by rank: steps trained %s, steps of others shadowed %s, seconds spent on them %s",
                 *([one[what] for one in told] for what in ("trained", "shadowed", "seconds")),
             )
 
@@ -713,7 +720,7 @@ class Rendezvous:
         if self.rank == 0:
             logger.log(
                 logging.INFO if self.why_together is None else logging.WARNING,
-                "uneven inputs: the training loops of all ranks ended together, as %s%s; batches dropped, rank by rank: %s",
+                "ddpfix: uneven inputs: the training loops of all ranks ended together, as %s%s; batches dropped, rank by rank: %s",
                 " and ".join(f"rank {rank} {one['where']}" for rank, one in enumerate(told) if not one["has"]),
                 "" if self.why_together is None else f", and {self.why_together}",
                 ", ".join("at least 1" if one["left"] is None else str(one["left"]) for one in told),
@@ -827,7 +834,7 @@ def _await(work: Any, patience: float, nobody_comes: Callable[[], bool]) -> None
     while not work.is_completed():
         now = time.monotonic()
         if now > deadline:
-            raise _Unanswered(f"they have not ended their training after {patience:g} s")
+            raise _Unanswered(f"for {patience:g} seconds")
         if now - asked > 0.2:
             if nobody_comes():
                 # The results of a vote that all have cast may be on their way still.

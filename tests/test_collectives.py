@@ -226,7 +226,7 @@ def test_where_no_honest_value_exists_all_ranks_raise(ranks: Ranks, which: str) 
     for number, rank in enumerate(outcome.ranks):
         assert rank.error is not None, outcome.report()
         last = rank.error.strip().splitlines()[-1]
-        assert last.startswith(f"ddpfix.CollectiveMismatchError: ddpfix, rank {number}: rank 0 ended its training loop at collectives_of_"), last
+        assert last.startswith(f"ddpfix.CollectiveMismatchError: ddpfix: rank {number}: rank 0 ended its training loop at collectives_of_"), last
         assert "rank 1 calls" in last and last.count("collectives_of_scripts.py:") == 2, last
         assert "During handling of the above exception" not in rank.error
     even = ours(ranks, scripts.dishonest, (3, 3), which)

@@ -104,7 +104,7 @@ def test_rank_0_works_alone_for_longer_than_the_others_wait(ranks: Ranks, world:
     assert difference([value[1] for value in without.values], [value[1] for value in outcome.values]) is None
     if destroys:  # which comes before the log is looked at
         for rank, (lines, _) in enumerate(outcome.values):
-            waited = [line for line in lines if line.startswith("WARNING") and "got no answer" in line]
+            waited = [line for line in lines if line.startswith("WARNING") and "do not answer" in line]
             # Those that met the others at the end of their loops do not wait at all.
             assert len(waited) == (1 if from_list and rank else 0), lines
 
@@ -115,7 +115,7 @@ def test_a_rank_that_shadowed_and_waits_in_vain_says_so(ranks: Ranks) -> None:
     lines = outcome.values[1][0]
     assert [line for line in lines if "shadows the other ranks until they have ended theirs" in line and "up to 0.5 seconds" in line], lines
     (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert "leaving, it got no answer" in warning and "its model lacks the last steps of the others, of which it has shadowed 4" in warning
+    assert "leaves without the others, which do not answer (for 0.5 seconds)" in warning and "its model lacks the last steps of the others, of which it has shadowed 4" in warning
     assert not ranks.run(rank_0_evaluates, 2, STOCK, (5, 3), True, True, timeout=HANG_TIMEOUT).finished
 
 
