@@ -14,7 +14,6 @@ import inspect
 import logging
 import os
 import sys
-import threading
 import types
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, cast
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import __version__, _catch_up, _collectives, _switches
 from ._collectives import COLLECTIVES, Operation
-from ._leave import AtExit, Departure, in_error
+from ._leave import AtExit, Departure
 from ._leave import install as install_exit
 from ._loop import Loops, call_site, install_iter, place
 from ._loop import install as install_loops
@@ -65,7 +64,7 @@ class _State:
         self.loops = Loops(
             self._loop_ended, self._expects_training, self._had_nothing, self._may_have_batch, self._that_stop
         )
-        self.at_exit = AtExit(self.leave_all, self._trains_elsewhere)
+        self.at_exit = AtExit(self.leave_all, lambda: self.loops.thread)
 
     def _loop_ended(self, trained: Set[Rendezvous], where: str) -> None:
         # In the order in which all ranks have made them; not on the process groups of
@@ -85,11 +84,6 @@ class _State:
 
     def _that_stop(self, subjects: Set[Rendezvous]) -> Set[Rendezvous]:
         return {rendezvous for rendezvous in subjects if rendezvous.stops_together and rendezvous.live}
-
-    def _trains_elsewhere(self) -> bool:
-        """Whether a thread that has trained is there still, and is not this one."""
-        me = threading.get_ident()
-        return any(thread.ident == self.loops.thread != me for thread in threading.enumerate())
 
     def _had_nothing(self, models_of: Set[Rendezvous]) -> None:
         for rendezvous in models_of:
@@ -665,7 +659,7 @@ def _install_on_collectives(places: Places) -> None:
             if _state.pid == os.getpid():
                 for one in leaving:
                     # In a ``finally`` with an error in flight nobody is shadowed.
-                    if not in_error():
+                    if not _state.at_exit.in_error:
                         _state.meetings[one][1].leave()
                     _state.forget(one)
             original(group)

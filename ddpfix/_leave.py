@@ -9,6 +9,7 @@ fail as they do without ddpfix.
 from __future__ import annotations
 
 import atexit
+import dis
 import functools
 import logging
 import multiprocessing
@@ -16,6 +17,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
+import threading
 import types
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
@@ -67,15 +69,16 @@ class AtExit:
 
     Arguments:
         leave: called once at the most.
-        trains: whether some other thread of this process may be training still.
+        training_thread: gives the thread that has trained last (:func:`threading.get_ident`).
     """
 
-    def __init__(self, leave: Callable[[], None], trains: Callable[[], bool]) -> None:
+    def __init__(self, leave: Callable[[], None], training_thread: Callable[[], Optional[int]]) -> None:
         self._leave = leave
-        self._trains = trains
+        self._training_thread = training_thread
         self._pid = 0
         self._finalizer: Optional[Any] = None
-        self._exit_status: object = None
+        self._exit_status: object = _NO_STATUS
+        self._script: Optional[types.FrameType] = None
 
     def arm(self) -> None:
         """Be called when this process ends. Armed late, so that it runs before torch's own clean-up."""
@@ -88,6 +91,8 @@ class AtExit:
             # _exit_function(); the latter runs finalizers with a priority, in a
             # ``finally`` where an exception in flight is visible.
             self._finalizer = multiprocessing.util.Finalize(None, self._ended, exitpriority=1000)
+        else:
+            self._script = _frame_of_script()
 
     def disarm(self) -> None:
         """Do nothing when this process ends."""
@@ -95,27 +100,80 @@ class AtExit:
         if self._finalizer is not None:
             self._finalizer.cancel()
         self._pid = 0
+        self._script = None
 
     def goes_on(self) -> None:
         """The script trains: an exit seen earlier was caught by it."""
-        self._exit_status = None
+        self._exit_status = _NO_STATUS
+
+    @property
+    def in_error(self) -> bool:
+        """Whether this process is failing, or being told to end."""
+        if self._exit_status not in (_NO_STATUS, None, 0, False) or in_error():
+            return True
+        return self._exit_status is _NO_STATUS and self._script is not None and _was_left_by_an_exception(self._script)
 
     def _ended(self) -> None:
         if self._pid != os.getpid():
             return
         self._pid = 0
-        if not in_error() and self._exit_status in (None, 0, False) and not self._trains():
+        if self.in_error:
+            self.failed()  # for what the script itself does at exit
+        elif not self._trains_elsewhere():
             self._leave()
+        self._script = None  # with it go the globals of the script
+
+    def _trains_elsewhere(self) -> bool:
+        """Whether a thread that has trained is there still, and is not this one."""
+        me = threading.get_ident()
+        return any(thread.ident == self._training_thread() != me for thread in threading.enumerate())
 
     def failed(self) -> None:
         """The script has been left by an exception."""
         self._exit_status = "left by an exception"
 
+    def thread_failed(self) -> None:
+        """This thread has been left by an exception."""
+        if threading.get_ident() == self._training_thread():
+            self.failed()
+
     def exits(self, status: object) -> None:
-        """The script calls ``sys.exit``."""
+        """The script calls ``sys.exit``, or ``exit``."""
         # Whoever is told to end (by a launcher that kills this rank in a moment, or takes its
         # GPU away) does not stay for the others, whatever status its handler exits with.
         self._exit_status = "told to end by a signal" if _in_signal_handler() else status
+
+
+_NO_STATUS = object()
+
+
+def _frame_of_script() -> Optional[types.FrameType]:
+    """The frame in which the script itself runs on this thread: of its module, not of a function."""
+    names = getattr(sys.modules.get("__main__"), "__dict__", None)
+    frame: Optional[types.FrameType] = sys._getframe(1)
+    found = None
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals is names:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _was_left_by_an_exception(script: types.FrameType) -> bool:
+    """Whether the script is over, and not because it came to its end.
+
+    Of a SystemExit that nobody has caught the interpreter keeps nothing. But where the script's last instruction was no
+    return, it was left by one. It may have raised one itself as its last word, ``raise SystemExit(main())``; then nothing
+    tells the status, and it counts as a success, as that idiom mostly is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False  # it may be running
+    frame: Optional[types.FrameType] = sys._getframe(1)
+    while frame is not None:
+        if frame is script:
+            return False
+        frame = frame.f_back
+    return dis.opname[script.f_code.co_code[script.f_lasti]] not in ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS")
 
 
 def install(places: Places, at_exit: Callable[[], AtExit]) -> None:
@@ -134,7 +192,31 @@ def install(places: Places, at_exit: Callable[[], AtExit]) -> None:
 
         return exit
 
-    places.wrap("sys", "exit", around)
+    taken = [name for name, module in list(sys.modules.items()) if getattr(module, "__dict__", {}).get("exit") is sys.exit]
+    places.wrap("sys", "exit", around, also=[name for name in taken if name != "sys"])
+
+    def around_quit(original: Any) -> Any:
+        @functools.wraps(original, updated=())
+        def __call__(self: Any, code: object = None) -> None:
+            at_exit().exits(code)
+            original(self, code)
+
+        return __call__
+
+    if "_sitebuiltins" in sys.modules:  # not with ``python -S``
+        places.wrap("_sitebuiltins", "Quitter.__call__", around_quit)
+
+    def around_hook(original: Any) -> Any:
+        @functools.wraps(original, updated=())
+        def excepthook(arguments: Any) -> None:
+            at_exit().thread_failed()
+            original(arguments)
+
+        # It is _thread._excepthook, and pickled as such.
+        excepthook.__module__, excepthook.__qualname__ = "threading", "excepthook"
+        return excepthook
+
+    places.wrap("threading", "excepthook", around_hook)
 
     def around_wrap(original: Any) -> Any:
         @functools.wraps(original, updated=())

@@ -76,6 +76,7 @@ IN_THE_BODY: dict[str, Callable[[], Any]] = {
     "out of memory": lambda: _raise(OutOfMemoryError("boom")),
     "interrupt": lambda: _raise(KeyboardInterrupt()),
     "sys.exit": lambda: sys.exit(3),
+    "SystemExit": lambda: _raise(SystemExit(3)),
     "os._exit": lambda: os._exit(5),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),

@@ -364,11 +364,11 @@ def _child(case: _Case, rank: int, writer: int, folder: str) -> None:
         # Without destroy_process_group: a script that has raised does not come to it either.
         os._exit(1)
     if case.end == "exit":
-        raise SystemExit(0)
+        sys.exit(0)
     send(value, None)
     if case.end == "process":
         sys.stdout.flush()
-        raise SystemExit(0)
+        sys.exit(0)
     sys.stdout.flush()
     os._exit(0)
 

@@ -94,7 +94,7 @@ def test_a_swallowed_exception_is_a_batch_less(ranks: Ranks, row: tuple[str, str
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_record_of_a_failure_names_it(ranks: Ranks, fault: str) -> None:
     recorded = _job(ranks, DDPFIX, ("torchrun", fault, "all train"))["recorded"]
-    expected = {"terminate": "got signal: 15", "interrupt": None, "sys.exit": None, "os._exit": None, "kill": None}.get(fault, "boom")
+    expected = {"terminate": "got signal: 15", "interrupt": None, "sys.exit": None, "SystemExit": None, "os._exit": None, "kill": None}.get(fault, "boom")
     assert (recorded is None) if expected is None else expected in recorded, recorded
 
 
@@ -116,6 +116,7 @@ SCRIPT = """
                 if rank == 1 and i == 4:
                     if fault == "raise": raise ValueError("boom")
                     if fault == "exit": sys.exit(3)
+                    if fault == "SystemExit": raise SystemExit(3)
                     if fault == "kill": os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.zero_grad()
                 model(x).square().sum().backward()
@@ -140,8 +141,10 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("fault", ["raise", "exit", "kill", "none"])
-@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+@pytest.mark.parametrize(
+    ("launcher", "fault"),
+    [("torchrun", "SystemExit"), *((launcher, fault) for launcher in ("torchrun", "spawn") for fault in ("raise", "exit", "kill", "none"))],
+)
 def test_the_commands(tmp_path: Path, launcher: str, fault: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -166,7 +169,9 @@ def test_the_commands(tmp_path: Path, launcher: str, fault: str) -> None:
         assert len({line for line in output.splitlines() if line.startswith("digest")}) == 1, output
         return
     assert finished.returncode == 1, output
+    assert "digest" not in output  # nobody has trained on
     expected = {
+        ("torchrun", "SystemExit"): "exitcode  : 3",
         ("torchrun", "raise"): "ValueError: boom",
         ("torchrun", "exit"): "exitcode  : 3",
         ("torchrun", "kill"): "exitcode  : -9",
