@@ -30,6 +30,16 @@ BEGIN = """
     def fail(status):
         raise SystemExit(status)
 
+    def train_in_a_thread():
+        def train():
+            global trains
+            trains = threading.get_ident()
+            int("x")
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+
     at_exit.arm()
 """
 
@@ -60,7 +70,7 @@ CASES = {
     "at_exit.disarm(); atexit.register(lambda: print('fails' * at_exit.in_error, end='')); at_exit.arm()": (0, True),
     # Which thread trains, and how it ends.
     "trains = 1; threading.Thread(target=int, args=('x',)).start()": (0, True),
-    "def run():\n    global trains; trains = threading.get_ident(); int('x')\nthread = threading.Thread(target=run); thread.start(); thread.join()": (0, False),
+    "call(train_in_a_thread)": (0, False),
 }
 
 
