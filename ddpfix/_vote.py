@@ -480,9 +480,10 @@ class Rendezvous:
                     self._pay()
                     continue  # a bucket rebuild may be due now
                 detail = _pack_forward(mine, self._behind)
-            elif collective is not None:
-                detail = _pack_collective(collective, self._joined)
-            self._pay()
+            else:
+                self._pay()
+                if collective is not None:
+                    detail = _pack_collective(collective, self._joined)
             self.waiting_since = time.monotonic()
             try:
                 work, tensor = self._cast(kind, detail, collective, timeout)
