@@ -57,6 +57,9 @@ class _State:
         self.models: weakref.WeakKeyDictionary[Any, Tuple[Shadow, Rendezvous]] = (
             weakref.WeakKeyDictionary()
         )
+        # Models that were not constructed while ddpfix looked on: copy.deepcopy, unpickled ones, those older than
+        # ddpfix. They are numbered at the first place where all ranks have to meet for them.
+        self.strangers: weakref.WeakKeyDictionary[Any, Shadow] = weakref.WeakKeyDictionary()
         self.sent = _collectives.Kept()
         # In the forward that runs: whether all ranks are known to be in it.
         self.all_in_forward = False
@@ -158,7 +161,7 @@ def _take_in(ddp: DistributedDataParallel, together: bool) -> None:
     group = ddp.process_group
     if dist.get_world_size(group) < 2:
         return
-    shadow = Shadow(ddp, _first_gradient)
+    shadow = _state.strangers.pop(ddp, None) or Shadow(ddp, _first_gradient)
     meeting = _state.meetings.get(group)
     if meeting is None:
         meeting = _state.meetings[group] = _open_meeting(group, ddp.device, together)
@@ -262,8 +265,12 @@ def _first_gradient(shadow: Shadow, synchronised: bool) -> None:
     if _state.pid != os.getpid():
         return
     ddp = shadow.get()
-    entry = _state.models.get(ddp) if ddp is not None else None
-    if entry is None or ddp is None:
+    if ddp is None:
+        return
+    if ddp in _state.strangers and synchronised:
+        _take_in(ddp, together=False)
+    entry = _state.models.get(ddp)
+    if entry is None:
         return
     rendezvous = entry[1]
     if shadow.device.type == "cpu":  # else it is a thread of the autograd engine
@@ -289,10 +296,11 @@ def _voter(ddp: DistributedDataParallel) -> Optional[Tuple[Shadow, Rendezvous]]:
 
 
 def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> None:
-    if ddp not in _state.models and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-        # Not constructed while ddpfix looked on: a copy.deepcopy, an unpickled one, or one
-        # older than ddpfix. All ranks begin to train it at this place, so it is numbered here.
-        _take_in(ddp, together=False)
+    if ddp not in _state.models and torch.is_grad_enabled() and dist.get_world_size(ddp.process_group) > 1:
+        if ddp not in _state.strangers:
+            _state.strangers[ddp] = Shadow(ddp, _first_gradient)
+        if _state.strangers[ddp].next_forward(ddp, True, after).buffers:
+            _take_in(ddp, together=False)
     if not after:
         _state.all_in_forward = False
         _state.in_training_forward = torch.is_grad_enabled() and ddp.module.training
@@ -327,8 +335,9 @@ def _meet_before_forward(ddp: DistributedDataParallel, after: bool = False) -> N
 
 def _note_forward(ddp: DistributedDataParallel) -> None:
     entry = _state.models.get(ddp)
-    if entry is not None:
-        entry[0].ran_forward(ddp)
+    shadow = entry[0] if entry is not None else _state.strangers.get(ddp)
+    if shadow is not None:
+        shadow.ran_forward(ddp)
 
 
 def _nothing(ddp: DistributedDataParallel, after: bool = False) -> None:
@@ -794,6 +803,8 @@ def uninstall() -> None:
     _state.at_exit.disarm()
     for group in list(_state.meetings):
         _state.forget(group)
+    for shadow in _state.strangers.values():
+        shadow.detach()
     for tracked in (_catch_up.optimizers, _catch_up.schedulers, _catch_up.scalers):
         tracked.clear()
     _before_forward = _after_forward = _nothing

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
 from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
+
+import ddpfix
 
 
 class Training:
@@ -250,3 +254,46 @@ def a_rank_without_a_batch_behind_next(rank: int) -> Any:
         training.step(x)
         steps += 1
     return steps
+
+
+def _evaluates_copies(training: Training) -> None:
+    """By rank 0 alone: a copy on which the constructor was never called, with gradients, here and in a forked child."""
+    if training.rank == 0:
+        twin = copy.deepcopy(training.model).eval()
+        twin(torch.zeros(1, 4))
+        child = multiprocessing.get_context("fork").Process(target=twin, args=(torch.zeros(1, 4),))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+
+
+@returns((3, 2, 2.0), (5, 0, 2.0))
+def a_copy_that_one_rank_evaluates(rank: int) -> Any:
+    first = Training(rank)
+    for x in first.loader(2, 2):
+        first.step(x)
+    _evaluates_copies(first)
+    second = Training(rank)
+    for x in second.loader(3, 5):
+        second.step(x)
+    return *_steps(), total()
+
+
+@returns((3, 2, 2.0), (5, 0, 2.0))
+def a_copy_that_all_train(rank: int) -> Any:
+    training = Training(rank)
+    _evaluates_copies(training)
+    training.model = copy.deepcopy(training.model)
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    # The first step of all ranks makes it known.
+    for counts in ((1, 1), (2, 4)):
+        for x in training.loader(*counts):
+            training.step(x)
+    return *_steps(), total()
+
+
+def _steps() -> tuple[int, int]:
+    """Of the model made last: trained, and shadowed."""
+    (group,) = ddpfix.status()["join_details"]["process_groups"]  # type: ignore[index,call-overload]
+    last = group["models"][-1]
+    return last["steps_trained"], last["steps_shadowed"]
