@@ -218,6 +218,7 @@ class Rendezvous:
         # A step of others, by its model, that began while this rank asked for its batch. All ranks have one, for
         # all that is known, so this rank's own step pairs with it, as without ddpfix; if none comes, it is shadowed.
         self._owed: Optional[int] = None
+        self._warned_in_loop = False
         # A collective of this rank's that may have paired with one that it was not meant to.
         self._doubtful: Optional[str] = None
 
@@ -408,7 +409,7 @@ class Rendezvous:
             self.dissolved = f"it has left without the others ({error})"
             logger.log(
                 logging.WARNING if self._behind else error.level,
-                "ddpfix: rank %d has ended its part of the training and leaves without the others, which do not answer (%s); %s",
+                "ddpfix: rank %d has ended its part of the training and leaves without the others, which do not answer (%s, see DDPFIX_PATIENCE); %s",
                 self.rank,
                 error,
                 lacks if self._behind else "this matters only if they still train",
@@ -516,6 +517,8 @@ class Rendezvous:
                 self._shadow_backward(result.detail)
                 if kind is not Kind.FORWARD:
                     self._warn_of_doubtful()
+                if collective is not None and collective.in_loop and not self._warned_in_loop:
+                    self._warn_in_loop(collective)
                 now = time.monotonic()
                 self.seconds_waited += now - started
                 started = now
@@ -680,6 +683,17 @@ class Rendezvous:
                 self._doubtful,
             )
             self._doubtful = None
+
+    def _warn_in_loop(self, collective: Collective) -> None:
+        self._warned_in_loop = True
+        call = collective.call()
+        logger.warning(
+            "ddpfix: rank %d waits in %s at %s, in its training loop, while others train steps without calling it, and shadows "
+            "these. If not all ranks call it there, the script would hang without ddpfix, and trains something else with it",
+            self.rank,
+            call.name,
+            call.where,
+        )
 
     def _all_catch_up(self, result: _Ballot) -> None:
         if result.source >= self.world_size:

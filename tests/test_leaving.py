@@ -115,7 +115,7 @@ def test_a_rank_that_shadowed_and_waits_in_vain_says_so(ranks: Ranks) -> None:
     lines = outcome.values[1][0]
     assert [line for line in lines if "shadows the other ranks until they have ended theirs" in line and "up to 0.5 seconds" in line], lines
     (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert "leaves without the others, which do not answer (for 0.5 seconds)" in warning
+    assert "leaves without the others, which do not answer (for 0.5 seconds, see DDPFIX_PATIENCE)" in warning
     assert "its model lacks the last steps of the others, of which it has shadowed 4" in warning
     assert not ranks.run(rank_0_evaluates, 2, STOCK, (5, 3), True, True, timeout=HANG_TIMEOUT).finished
 
