@@ -349,16 +349,20 @@ class Loops:
             return set()
         feed = _feed_of(iterator)
         self._note_training(feed)
-        found = feed.trained
-        if not found:
-            # From the first batch on only where training is expected: one rank may look at its data alone, at some other
-            # place, in evaluation mode or without gradients, and nobody would answer.
-            statement = for_statement(_asker(frame, iterator))
-            if self._trained_here(feed, statement):
-                before = self._trained_before(feed)
-                expected = self._expects_training()
-                found = before & expected if before else expected if statement is not None and not feed.handed else set()
-        return self._stop_together(found) if found else found
+        if feed.trained:
+            return self._stop_together(feed.trained)
+        # From the first batch on only where training is expected: one rank may look at its data alone, at some other
+        # place, in evaluation mode or without gradients, and nobody would answer.
+        expected = self._stop_together(self._expects_training())
+        if not expected:
+            return set()
+        statement = for_statement(_asker(frame, iterator))
+        if not self._trained_here(feed, statement):
+            return set()
+        before = self._trained_before(feed)
+        if before:
+            return before & expected
+        return expected if statement is not None and not feed.handed else set()
 
     def may_have(self, trains: Set[Any], iterator: Any, where: str) -> bool:
         """Ask whether the script may have the batch that ``iterator`` is about to hand out."""

@@ -385,7 +385,14 @@ class Rendezvous:
                 Kind.LEAVING, patience=patience, nobody_comes=others_left, where="is leaving the process group"
             )
         except _Unanswered as error:
-            self._go_alone("leaving", error, leaving=True)
+            self.dissolved = f"it has left without the others ({error})"
+            logger.log(
+                logging.WARNING if self._behind else error.level,
+                "ddpfix: rank %d has ended its part of the training and leaves without the others, which do not answer (%s, see DDPFIX_PATIENCE); %s",
+                self.rank,
+                error,
+                self._what_it_lacks() if self._behind else "this matters only if they still train",
+            )
         else:
             shadowed = self.steps_shadowed - shadowed
             if shadowed:
@@ -403,22 +410,14 @@ class Rendezvous:
             self.dissolved = reason
             logger.log(level, "ddpfix: rank %d goes on as without ddpfix on this process group: %s", self.rank, reason)
 
-    def _go_alone(self, doing: str, error: _Unanswered, leaving: bool = False) -> None:
-        lacks = f"its model lacks the last steps of the others, of which it has shadowed {self.steps_shadowed}"
-        if leaving:
-            self.dissolved = f"it has left without the others ({error})"
-            logger.log(
-                logging.WARNING if self._behind else error.level,
-                "ddpfix: rank %d has ended its part of the training and leaves without the others, which do not answer (%s, see DDPFIX_PATIENCE); %s",
-                self.rank,
-                error,
-                lacks if self._behind else "this matters only if they still train",
-            )
-            return
+    def _go_alone(self, doing: str, error: _Unanswered) -> None:
         text = f"{doing}, it got no answer from the others ({error})"
         if self._behind:  # it must not pass its model for the final one
-            raise RuntimeError(f"ddpfix: rank {self.rank}: {text}; {lacks}") from error.__cause__
+            raise RuntimeError(f"ddpfix: rank {self.rank}: {text}; {self._what_it_lacks()}") from error.__cause__
         self.dissolve(text, error.level)
+
+    def _what_it_lacks(self) -> str:
+        return f"its model lacks the last steps of the others, of which it has shadowed {self.steps_shadowed}"
 
     def _hold(self, model: int) -> None:
         self._held.add(model)
