@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from ranks import logged
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -119,16 +119,6 @@ def total(value: float) -> float:
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor)
     return tensor.item()
-
-
-def logged() -> list[str]:
-    """What ddpfix says from now on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("ddpfix").addHandler(handler)
-    logging.getLogger("ddpfix").setLevel(logging.INFO)
-    return lines
 
 
 def _plain(training: Training) -> Iterator[Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 import multiprocessing
 from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
+from ranks import logged
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -260,16 +260,14 @@ def a_rank_without_a_batch_behind_next(rank: int) -> Any:
 @returns(([], 2.0), (["ddpfix: rank 1 waits in all_reduce(float32[1], SUM) at odd_scripts.py"], 2.0))
 def a_sum_that_one_rank_calls(rank: int) -> Any:
     """A fault of the script, on which it hangs without ddpfix; it is not told from uneven inputs of another kind, but named."""
-    training, lines = Training(rank), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage().rpartition(":")[0])  # type: ignore[method-assign]
-    logging.getLogger("ddpfix").addHandler(handler)
+    training, lines = Training(rank), logged()
     for epoch in range(2):
         for i, x in enumerate(training.loader(5, 5)):
             if rank == 1 and epoch == 1 and i == 2:
                 total()
             training.step(x)
-    return lines, total()
+    everything = total()
+    return [line[len("WARNING: ") :].rpartition(":")[0] for line in lines if line.startswith("WARNING: ")], everything
 
 
 def _evaluates_copies(training: Training) -> None:

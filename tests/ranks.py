@@ -15,6 +15,7 @@ import atexit
 import dataclasses
 import faulthandler
 import importlib
+import logging
 import os
 import pickle
 import select
@@ -332,6 +333,16 @@ def _reap(pid: int, patience: float) -> int:
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
+
+
+def logged() -> list[str]:
+    """What ddpfix says from now on in this process, by level: ``"WARNING: ddpfix: ..."``."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("ddpfix").addHandler(handler)
+    logging.getLogger("ddpfix").setLevel(logging.INFO)
+    return lines
 
 
 def find(function: str) -> Callable[..., Any]:

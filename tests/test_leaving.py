@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import multiprocessing
 import os
 import signal
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import difference
-from ranks import DDPFIX, HANG_TIMEOUT, STOCK, Outcome, Ranks
+from ranks import DDPFIX, HANG_TIMEOUT, STOCK, Outcome, Ranks, logged
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -60,15 +59,6 @@ def processes_end(others: list[int]) -> None:
                 if file.read().rpartition(")")[2].split()[0] in "ZX":
                     break
             time.sleep(0.01)
-
-
-def logged() -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("ddpfix").addHandler(handler)
-    logging.getLogger("ddpfix").setLevel(logging.INFO)
-    return lines
 
 
 # -- rank 0 works alone, after training -----------------------------------------------
